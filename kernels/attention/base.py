@@ -1,0 +1,70 @@
+"""What every attention backend is given and what it must do.
+
+Plain tensors only: a backend knows no request, no batch policy and no config. All metadata
+tensors live on the device and are read there, so a captured graph sees new values at every
+replay without any host planning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's view of the paged KV pool.
+
+    ``bs`` sequences, ``num_tokens`` query rows. Padding sequences are ordinary ones: row 0,
+    seq_len 1, reading page 0.
+    """
+
+    page_table: torch.Tensor  # int32 [max_rows, max_pages]: page ids of each request row
+    req_pool_indices: torch.Tensor  # int64 [bs]: request row of each sequence
+    seq_lens: torch.Tensor  # int32 [bs]: length of each sequence including this step
+    out_cache_loc: torch.Tensor  # int64 [num_tokens]: KV slot each new token is written to
+    page_size: int
+    # Extend only; None in decode, where every sequence has exactly one query row.
+    query_start_loc: torch.Tensor | None = None  # int32 [bs + 1]: first query row of each
+    max_extend_len: int = 1  # host-known upper bound of query rows of one sequence
+    num_real_tokens: int | None = None  # extend: query rows before the padding; None = all
+
+
+class AttentionBackend(Protocol):
+    """Reads keys and values from the pool; writing them is ``kv_write``'s job.
+
+    Shapes: ``q`` and ``out`` are [num_tokens, num_q_heads, head_dim]; ``k_cache`` and
+    ``v_cache`` are one layer's pool [num_slots, num_kv_heads, head_dim] with
+    slot = page * page_size + offset. ``out`` is passed in and written; rows past
+    ``num_real_tokens`` are left as they are.
+    """
+
+    name: str
+
+    def prepare(self, meta: AttentionMetadata) -> None:
+        """Host-side planning before a step or replay. A plan-free backend does nothing."""
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """One query row per sequence, attending to its first ``seq_lens`` tokens."""
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Causal attention of the new rows of each sequence over its cached prefix and
+        themselves: row j of sequence i sits at position seq_len - extend_len + j."""

@@ -1,0 +1,73 @@
+"""The only door for kernels that torch.compile must not look into, and the list of split ops.
+
+An op says at its definition that it splits the prefill graph; the piecewise cutter reads
+``split_op_names()`` and never hears of an op by any other way. This file knows no model,
+batch or backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+NAMESPACE = "duograph"
+
+# The one piece of module-level mutable state in the project: filled at import by the
+# decorators below and only read afterwards.
+_SPLIT_OPS: set[str] = set()
+
+
+def register_custom_op(
+    name: str,
+    *,
+    mutates: Sequence[str],
+    fake: Callable[..., Any] | None = None,
+    split_point: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated function as the opaque op ``duograph::<name>``.
+
+    Args:
+        name: op name inside the ``duograph`` namespace.
+        mutates: names of the tensor arguments the function writes to.
+        fake: shape function used while tracing. May be left out when the op returns nothing.
+        split_point: True makes the prefill cutter end a piece before this op and start a
+            new one after it; the op itself then runs eagerly between two replays.
+
+    Returns:
+        A decorator. The decorated name becomes the callable op, so that eager code, a
+        recorder and torch.compile all see the same single node.
+
+    Raises:
+        ValueError: ``name`` is registered already.
+    """
+    qualified = f"{NAMESPACE}::{name}"
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if hasattr(getattr(torch.ops, NAMESPACE), name):
+            raise ValueError(f"custom op {qualified} is registered twice")
+        op = torch.library.custom_op(qualified, function, mutates_args=tuple(mutates))
+        op.register_fake(fake if fake is not None else _returns_nothing)
+        if split_point:
+            _SPLIT_OPS.add(f"{NAMESPACE}.{name}")
+        overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        return overload
+
+    return decorate
+
+
+def split_op_names() -> frozenset[str]:
+    """Names, as ``namespace.op``, of every op registered with ``split_point=True``."""
+    return frozenset(_SPLIT_OPS)
+
+
+def is_split_op(target: object) -> bool:
+    """True if ``target``, an FX node target, is an overload of a registered split op."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket) in _SPLIT_OPS
+    return isinstance(target, torch._ops.OpOverloadPacket) and str(target) in _SPLIT_OPS
+
+
+def _returns_nothing(*args: Any, **kwargs: Any) -> None:
+    return None

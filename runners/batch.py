@@ -1,0 +1,93 @@
+"""The tensors of one step, as the scheduler floor hands them to the model worker.
+
+Request rows. Every running request owns one row, 1 .. max_running_requests, of the tables in
+``request_table.py`` (page table, next token, sampling parameters). Row 0 is the dummy request
+that padding uses. In decode the input token is not in the batch: the device takes it from
+``RequestTable.next_tokens[row]``, where the previous step's sampler left it, so a step can be
+launched before the host has read the result of the one before.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from duograph.runners.sampling_params import SamplingParams
+
+
+class ForwardMode(enum.Enum):
+    EXTEND = "extend"  # prefill, chunk of a prefill, or recompute after retraction
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class RowInit:
+    """A request has taken ``row``: its sampling parameters go into the row tables.
+
+    The token lists are only given when penalties need them; after a retraction the tokens
+    generated so far are in ``output_ids``.
+    """
+
+    row: int
+    sampling: SamplingParams
+    prompt_ids: list[int] | None = None
+    output_ids: list[int] | None = None
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Host-known facts that decide which sampling work a step needs. Indices are positions
+    in the batch, 0 .. bs - 1."""
+
+    filtered: bool = False  # some row has top-k, top-p or min-p
+    penalized: list[int] = field(default_factory=list)
+    # additive bias per batch index; a token banned by min_new_tokens has -inf
+    bias: dict[int, dict[int, float]] = field(default_factory=dict)
+    logprobs: dict[int, int] = field(default_factory=dict)  # batch index -> k best
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step. Tensors may be pinned host memory or already on the device."""
+
+    step_id: int
+    mode: ForwardMode
+    req_pool_indices: torch.Tensor  # int64 [bs]
+    seq_lens: torch.Tensor  # int32 [bs], length including this step's tokens
+    positions: torch.Tensor  # int64 [num_tokens]
+    out_cache_loc: torch.Tensor  # int64 [num_tokens]
+    input_ids: torch.Tensor | None  # int64 [num_tokens]; None in decode
+    extend_lens: list[int]  # tokens of each sequence in this step; all 1 in decode
+    page_updates: torch.Tensor | None  # int32 [3, n]: row, column, page; applied before the step
+    row_inits: list[RowInit]  # applied before the step
+    sampling: SamplingBatch
+
+    @property
+    def batch_size(self) -> int:
+        return self.req_pool_indices.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities of one sampled token and of the k most likely ones, taken
+    from the model's raw logits: before temperature, penalties, bias and filters."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the host learns from one step. ``tokens[i]`` belongs to sequence i of the batch,
+    also for a prompt chunk that was not the last, whose token is to be ignored."""
+
+    step_id: int
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs]  # by batch index

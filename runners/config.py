@@ -1,0 +1,141 @@
+"""Configuration of the runner floor. Frozen; torch-free, so that the supervisor may read it.
+
+``None`` means "choose for me": ``resolve_auto`` (see ``resolve.py``) returns a new, complete
+config and changes nothing in place. The ``option`` metadata is what the command line is
+derived from: one dataclass field = one flag, one environment twin, one line of help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    choices: tuple[str, ...] | None = None,
+    flag: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    ``flag`` defaults to the field's name with dashes. Lists are given as space-separated
+    values. ``minimum`` and ``maximum`` are inclusive and are checked by the command line.
+    """
+    metadata = {
+        "help": help,
+        "group": group,
+        "choices": choices,
+        "flag": flag,
+        "minimum": minimum,
+        "maximum": maximum,
+        "metavar": metavar,
+    }
+    return field(default=default, metadata=metadata)
+
+
+DECODE_GROUP = "CUDA graphs, decode"
+PREFILL_GROUP = "CUDA graphs, prefill"
+MEMORY_GROUP = "Memory & scheduling"
+MODEL_GROUP = "Model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """Both graph runners. On CPU the same runners work on recorded graphs."""
+
+    cuda_graph_max_bs: int | None = option(
+        None, "largest decode batch size to capture", group=DECODE_GROUP, minimum=1
+    )
+    cuda_graph_bs: tuple[int, ...] | None = option(
+        None, "exact decode batch sizes to capture", group=DECODE_GROUP, minimum=1
+    )
+    disable_cuda_graph: bool = option(
+        False, "run decode without graphs", group=DECODE_GROUP
+    )
+    disable_cuda_graph_padding: bool = option(
+        False,
+        "capture every batch size up to the maximum and never pad",
+        group=DECODE_GROUP,
+    )
+    enable_torch_compile: bool = option(
+        False, "compile the decode forward with Inductor inside the graph", group=DECODE_GROUP
+    )
+    torch_compile_max_bs: int = option(
+        32, "largest decode batch size that is compiled", group=DECODE_GROUP, minimum=1
+    )
+    piecewise_cuda_graph_max_tokens: int | None = option(
+        None, "largest prefill step, in tokens, that runs as pieces", group=PREFILL_GROUP, minimum=1
+    )
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None = option(
+        None, "exact prefill token levels to capture", group=PREFILL_GROUP, minimum=1
+    )
+    disable_piecewise_cuda_graph: bool = option(
+        False, "run prefill without graphs", group=PREFILL_GROUP
+    )
+    piecewise_cuda_graph_compiler: str = option(
+        "auto",
+        "compiler of the pieces; auto is eager on CPU and what measured best on CUDA",
+        group=PREFILL_GROUP,
+        choices=("auto", "eager", "inductor"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """The model, its memory and its kernels."""
+
+    model_path: str = option(
+        "",
+        "folder with config.json and safetensors, a .gguf file, or a hub id; "
+        "empty = the default model",
+        group=MODEL_GROUP,
+    )
+    load_format: str = option(
+        "auto",
+        "auto reads the weights; dummy draws seeded random ones from config.json alone",
+        group=MODEL_GROUP,
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    dtype: str = option(
+        "auto",
+        "compute and weight type; auto follows the model's config",
+        group=MODEL_GROUP,
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    device: str = option(
+        "auto", "auto is cuda if there is one", group=MODEL_GROUP, choices=("auto", "cuda", "cpu")
+    )
+    context_length: int | None = option(
+        None, "longest prompt + output, in tokens; from the model if left out",
+        group=MODEL_GROUP, minimum=1,
+    )
+    attention_backend: str = option(
+        "auto",
+        "attention kernels; auto is triton on CUDA and torch on CPU",
+        group=MODEL_GROUP,
+        choices=("auto", "triton", "torch"),
+    )
+    mem_fraction_static: float | None = option(
+        None, "share of device memory for weights and KV pool",
+        group=MEMORY_GROUP, minimum=0.01, maximum=0.99,
+    )
+    max_running_requests: int | None = option(
+        None, "most requests that run at once", group=MEMORY_GROUP, minimum=1
+    )
+    max_total_tokens: int | None = option(
+        None, "size of the KV pool in tokens; from free memory if left out",
+        group=MEMORY_GROUP, minimum=1,
+    )
+    chunked_prefill_size: int | None = option(
+        None, "most prompt tokens of one prefill step", group=MEMORY_GROUP, minimum=1
+    )
+    page_size: int = option(
+        16, "tokens of one KV page", group=MEMORY_GROUP, minimum=1, maximum=256
+    )
+    graph: GraphConfig = field(default_factory=GraphConfig)

@@ -1,0 +1,144 @@
+"""Every message on every wire. msgspec structs, tagged; one union per direction.
+
+Wires: each frontend pushes ``ToScheduler`` to the scheduler; the scheduler pushes
+``ToFrontend`` to each frontend (one ``StepTokens`` per step and frontend) and ``ToSupervisor``
+to the supervisor. Frames are hostile input: see channel.py. Tokens and numbers only, no text
+but error texts and names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from duograph.runners.sampling_params import SamplingParams
+
+# bits of a request id above this one hold the number of the frontend that made it
+RID_FRONTEND_SHIFT = 48
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, tag="generate"):
+    """One sequence to generate. ``n`` choices are n of these."""
+
+    rid: int  # server-made: frontend number << RID_FRONTEND_SHIFT | counter
+    input_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""  # prefix cache namespace
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop generating for ``rid`` and free what it holds. Unknown ids are ignored: the request
+    may have ended already. The frontend sends it when a client has gone or a stop string has
+    matched, and expects no answer."""
+
+    rid: int
+
+
+ToScheduler = GenerateRequest | AbortRequest
+
+FinishReason = Literal["stop", "length", "error"]
+ErrorCode = Literal[
+    "invalid_request",  # 400
+    "context_length_exceeded",  # 400
+    "overloaded",  # 503, with Retry-After
+    "timeout",  # 503
+    "internal",  # 500
+    "draining",  # 503
+]
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The terminal message of a request: exactly one each, except after AbortRequest."""
+
+    rid: int
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    matched_token: int | None = None  # the eos or stop token id that ended it
+    error_code: ErrorCode | None = None
+    error_message: str = ""
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one sampled token; see runners.batch.TokenLogprobs."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """What one step produced for the requests of one frontend. ``tokens[i]`` is the next token
+    of ``rids[i]``; a token that ends its request (eos, stop id) is included. ``finished``
+    applies after the tokens."""
+
+    rids: list[int]
+    tokens: list[int]
+    finished: list[Finished]
+    logprobs: dict[int, Logprobs] | None = None  # by index into rids
+
+
+Phase = Literal[
+    "starting",
+    "loading_weights",
+    "planning_memory",
+    "compiling",
+    "capturing_decode",
+    "capturing_prefill",
+    "warming_up",
+    "ready",
+    "draining",
+]
+
+
+class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
+    """Sent on every change of phase or progress while starting."""
+
+    phase: Phase
+    done: int = 0
+    total: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
+    """Sent once, before phase ready: the limits that frontends check requests against."""
+
+    max_total_num_tokens: int  # KV pool size in tokens, without the dummy page
+    max_running_requests: int
+    context_length: int
+    vocab_size: int
+    details: dict[str, Any]  # JSON-able: for /server_info
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Every half second, and it stops when the loop is stuck."""
+
+    steps: int  # finished steps since start
+    running: int
+    waiting: int
+
+
+class MetricsSnapshot(msgspec.Struct, frozen=True, tag="metrics"):
+    """All counters and gauges at once, so that every frontend serves the same page.
+
+    Names carry their label part, as in ``sglang:num_running_reqs`` or
+    ``duograph_graph_replays_total{phase="decode",size="8"}``; histograms are
+    (upper bounds, counts per bucket with the last one unbounded, sum)."""
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    histograms: dict[str, tuple[list[float], list[int], float]]
+
+
+ToFrontend = StepTokens | EngineStatus | EngineInfo | Heartbeat | MetricsSnapshot
+
+
+class ProcessFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Last words of a child: the supervisor prints the text and exits with the code."""
+
+    exit_code: int
+    message: str
+
+
+ToSupervisor = EngineStatus | ProcessFailed
