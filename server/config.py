@@ -1,0 +1,103 @@
+"""Configuration of the server floor: the flags of HTTP and of the process tree, and the
+document that a frontend process starts from. Frozen and torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from duograph.runners.config import MODEL_GROUP, option
+
+SERVER_GROUP = "Server"
+API_GROUP = "API"
+OBSERVABILITY_GROUP = "Observability"
+DEBUG_GROUP = "Debug"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig:
+    """Flags of the server floor."""
+
+    host: str = option("127.0.0.1", "address to listen on", group=SERVER_GROUP)
+    port: int = option(
+        30000,
+        "TCP port; 0 lets the system choose and prints it",
+        group=SERVER_GROUP,
+        minimum=0,
+        maximum=65535,
+    )
+    frontend_workers: int | None = option(
+        None,
+        "HTTP processes that share the port; by cores if left out (1 up to 4 cores)",
+        group=SERVER_GROUP,
+        minimum=1,
+        maximum=64,
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        "seconds that running requests may take after SIGTERM",
+        group=SERVER_GROUP,
+        minimum=0,
+        maximum=86400,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names accepted in the Host header besides the address; * accepts any",
+        group=SERVER_GROUP,
+    )
+    api_key: str | None = option(
+        None,
+        "clients must send this bearer token; prefer --api-key-file or the environment",
+        group=API_GROUP,
+    )
+    api_key_file: str | None = option(
+        None, "file with one accepted bearer token a line", group=API_GROUP
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names of the model in the API; the first one is in the answers",
+        group=MODEL_GROUP,
+    )
+    max_n: int = option(
+        8, "most choices of one request (n)", group=API_GROUP, minimum=1, maximum=128
+    )
+    max_body_bytes: int = option(
+        4 * 1024 * 1024, "largest request body", group=API_GROUP, minimum=1024
+    )
+    skip_server_warmup: bool = option(
+        False, "do not send the first request to oneself before saying ready", group=SERVER_GROUP
+    )
+    log_level: str = option(
+        "info",
+        "least important lines that are logged",
+        group=OBSERVABILITY_GROUP,
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_format: str = option(
+        "text",
+        "lines for people, or one JSON object a line",
+        group=OBSERVABILITY_GROUP,
+        choices=("text", "json"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendConfig:
+    """All that one frontend process is told, as one JSON document over an inherited pipe: the
+    key never stands in a command line or an environment."""
+
+    http: HttpConfig  # with api_key and api_key_file blanked: see api_keys
+    run_dir: str  # private folder of the sockets
+    index: int  # 0 .. num_frontends - 1
+    num_frontends: int
+    listen_fd: int  # the inherited listening TCP socket
+    parent_pid: int
+    model_folder: str  # holds config.json and tokenizer.json
+    served_names: tuple[str, ...]  # at least one
+    context_length: int | None = None  # --context-length, if given
+    max_running_requests: int | None = None  # --max-running-requests, if given
+    max_queue: int = 256  # --max-queue
+    queue_timeout: float = 60.0
+    request_timeout: float = 600.0
+    server_info: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty = no key is asked for
