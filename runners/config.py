@@ -55,9 +55,7 @@ class GraphConfig:
     cuda_graph_bs: tuple[int, ...] | None = option(
         None, "exact decode batch sizes to capture", group=DECODE_GROUP, minimum=1
     )
-    disable_cuda_graph: bool = option(
-        False, "run decode without graphs", group=DECODE_GROUP
-    )
+    disable_cuda_graph: bool = option(False, "run decode without graphs", group=DECODE_GROUP)
     disable_cuda_graph_padding: bool = option(
         False,
         "capture every batch size up to the maximum and never pad",
@@ -112,8 +110,10 @@ class RunnerConfig:
         "auto", "auto is cuda if there is one", group=MODEL_GROUP, choices=("auto", "cuda", "cpu")
     )
     context_length: int | None = option(
-        None, "longest prompt + output, in tokens; from the model if left out",
-        group=MODEL_GROUP, minimum=1,
+        None,
+        "longest prompt + output, in tokens; from the model if left out",
+        group=MODEL_GROUP,
+        minimum=1,
     )
     attention_backend: str = option(
         "auto",
@@ -122,20 +122,23 @@ class RunnerConfig:
         choices=("auto", "triton", "torch"),
     )
     mem_fraction_static: float | None = option(
-        None, "share of device memory for weights and KV pool",
-        group=MEMORY_GROUP, minimum=0.01, maximum=0.99,
+        None,
+        "share of device memory for weights and KV pool",
+        group=MEMORY_GROUP,
+        minimum=0.01,
+        maximum=0.99,
     )
     max_running_requests: int | None = option(
         None, "most requests that run at once", group=MEMORY_GROUP, minimum=1
     )
     max_total_tokens: int | None = option(
-        None, "size of the KV pool in tokens; from free memory if left out",
-        group=MEMORY_GROUP, minimum=1,
+        None,
+        "size of the KV pool in tokens; from free memory if left out",
+        group=MEMORY_GROUP,
+        minimum=1,
     )
     chunked_prefill_size: int | None = option(
         None, "most prompt tokens of one prefill step", group=MEMORY_GROUP, minimum=1
     )
-    page_size: int = option(
-        16, "tokens of one KV page", group=MEMORY_GROUP, minimum=1, maximum=256
-    )
+    page_size: int = option(16, "tokens of one KV page", group=MEMORY_GROUP, minimum=1, maximum=256)
     graph: GraphConfig = field(default_factory=GraphConfig)
