@@ -10,6 +10,7 @@ launched before the host has read the result of the one before.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,8 @@ class SamplingBatch:
     in the batch, 0 .. bs - 1."""
 
     filtered: bool = False  # some row has top-k, top-p or min-p
+    # Rows whose penalties apply. A prompt chunk that is not the last must not be listed:
+    # its token would be counted as generated.
     penalized: list[int] = field(default_factory=list)
     # additive bias per batch index; a token banned by min_new_tokens has -inf
     bias: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -91,3 +94,35 @@ class StepResult:
     step_id: int
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs]  # by batch index
+
+
+@dataclass(slots=True)
+class ForwardOutput:
+    """What a runner leaves on the device for the sampler. The tensors may be views of graph
+    memory: they are good until the next replay on the same stream."""
+
+    logits: torch.Tensor  # float32 [bs, vocab], raw
+    tokens: torch.Tensor | None  # int64 [bs] if plain sampling ran inside the graph
+
+
+class StepOutput:
+    """A launched step. It owns the batch, whose host tensors the device may still be reading,
+    until the result has been waited for."""
+
+    def __init__(self, batch: ForwardBatch, wait: Callable[[], StepResult]) -> None:
+        self.step_id = batch.step_id
+        self._batch: ForwardBatch | None = batch
+        self._wait = wait
+        self._result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        """Blocks until the step has run; may be called again.
+
+        Raises:
+            Exception: whatever the forward raised; the device state is unknown afterwards and
+                the process must end.
+        """
+        if self._result is None:
+            self._result = self._wait()
+            self._batch = None
+        return self._result
