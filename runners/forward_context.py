@@ -57,6 +57,11 @@ def use_context(context: ForwardContext) -> Iterator[ForwardContext]:
         _CURRENT.context = before
 
 
+def peek() -> ForwardContext | None:
+    """The context of the forward that is running on this thread, if one is."""
+    return _CURRENT.context
+
+
 def current() -> ForwardContext:
     """The context of the forward that is running.
 
