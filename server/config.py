@@ -5,6 +5,7 @@ document that a frontend process starts from. Frozen and torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from duograph.runners.config import MODEL_GROUP, option
 
@@ -99,5 +100,5 @@ class FrontendConfig:
     max_queue: int = 256  # --max-queue
     queue_timeout: float = 60.0
     request_timeout: float = 600.0
-    server_info: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    server_info: dict[str, Any] = field(default_factory=dict)  # the flags; JSON-able, no key
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty = no key is asked for

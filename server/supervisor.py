@@ -1,0 +1,200 @@
+"""The loop that watches the process tree: readiness, signals, drain, deaths, exit codes.
+
+One rule carries it: the tree lives and dies as a whole. It knows neither HTTP nor models; it
+is handed running children and a way to send the first request. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from duograph.scheduler.channel import Receiver
+from duograph.scheduler.exit_codes import ExitCode
+from duograph.scheduler.messages import EngineStatus, ProcessFailed, ToSupervisor
+from duograph.server.child import Child
+from duograph.server.signals import END_SIGNALS, SignalQueue
+from duograph.server.startup import StartupReport
+
+_log = logging.getLogger(__name__)
+
+HARD_STOP_S = 5.0  # beyond --shutdown-timeout, then children are killed
+END_GRACE_S = 2.0  # for children to leave by themselves once the tree is ending
+LAST_WORDS_S = 0.5  # a child's last message may come after its death
+POLL_S = 0.5  # for the clock; signals, deaths and messages wake the loop at once
+
+
+class State(enum.Enum):
+    STARTING = "starting"
+    WARMING_UP = "warming up"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Supervisor:
+    """``run`` returns when every child is gone."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Child,
+        frontends: Sequence[Child],
+        messages: Receiver[ToSupervisor],
+        signals: SignalQueue,
+        report: StartupReport,
+        first_request: Callable[[], str | None] | None,
+        shutdown_timeout: float,
+    ) -> None:
+        """``first_request`` sends one generation and returns None, or what went wrong; it runs
+        in a thread. ``shutdown_timeout`` is in seconds."""
+        self._scheduler = scheduler
+        self._frontends = list(frontends)
+        self._messages = messages
+        self._signals = signals
+        self._report = report
+        self._first_request = first_request
+        self._shutdown_timeout = shutdown_timeout
+        self._state = State.STARTING
+        self._started_at = time.monotonic()
+        self._drain_deadline = 0.0
+        self._last_words: ProcessFailed | None = None
+        self._warm_up_result: list[str | None] = []  # filled by the thread, at most one entry
+        self._exit: ExitCode | None = None
+
+    def run(self) -> ExitCode:
+        poller = select.poll()
+        poller.register(self._signals.fileno(), select.POLLIN)
+        poller.register(self._messages.fileno(), select.POLLIN)
+        try:
+            while self._exit is None:
+                poller.poll(POLL_S * 1000)
+                self._take_messages()
+                self._take_signals()
+                self._take_warm_up()
+                self._take_deaths()
+            return self._exit
+        finally:
+            self._report.close()
+            self._end_children()
+
+    def _take_messages(self) -> None:
+        for message in self._messages.drain():
+            if isinstance(message, ProcessFailed):
+                self._last_words = self._last_words or message
+            elif isinstance(message, EngineStatus):
+                self._report.show(message)
+                if message.phase == "ready" and self._state is State.STARTING:
+                    self._start_warm_up()
+
+    def _start_warm_up(self) -> None:
+        self._state = State.WARMING_UP
+        first_request = self._first_request
+        if first_request is None:
+            self._become_ready()
+            return
+
+        def send() -> None:
+            self._warm_up_result.append(first_request())
+            self._signals.wake()
+
+        threading.Thread(target=send, name="warm-up", daemon=True).start()
+
+    def _take_warm_up(self) -> None:
+        if self._state is not State.WARMING_UP or not self._warm_up_result:
+            return
+        problem = self._warm_up_result.pop()
+        if problem is None:
+            self._become_ready()
+        elif self._all_alive():  # else the death is the better explanation
+            _log.error("the first request failed: %s", problem)
+            self._exit = ExitCode.INTERNAL
+
+    def _become_ready(self) -> None:
+        self._state = State.READY
+        self._report.close()
+        _log.info("Ready after %.1f s", time.monotonic() - self._started_at)
+        _log.info("The server is fired up and ready to roll!")
+
+    def _take_signals(self) -> None:
+        for number in self._signals.take():
+            if number not in END_SIGNALS:
+                continue
+            if self._state is State.DRAINING:
+                _log.warning("second signal: ending now")
+                self._exit = ExitCode.INTERRUPTED
+                for child in self._children():
+                    child.send(signal.SIGKILL)
+                return
+            self._drain(signal.Signals(number).name)
+
+    def _drain(self, cause: str) -> None:
+        """Frontends refuse new requests, finish the running ones and leave; then the scheduler
+        is ended."""
+        _log.info("%s: draining, at most %g s", cause, self._shutdown_timeout)
+        if self._state in (State.STARTING, State.WARMING_UP):
+            self._scheduler.send(signal.SIGTERM)  # nobody waits for an answer
+        self._state = State.DRAINING
+        self._drain_deadline = time.monotonic() + self._shutdown_timeout + HARD_STOP_S
+        for frontend in self._frontends:
+            frontend.send(signal.SIGTERM)
+
+    def _take_deaths(self) -> None:
+        asked = signal.SIGTERM in self._scheduler.signals_sent
+        if self._scheduler.exit_code() is not None and not asked:
+            self._child_died(self._scheduler, ExitCode.SCHEDULER_DIED)
+            return
+        codes = [frontend.exit_code() for frontend in self._frontends]
+        for frontend, code in zip(self._frontends, codes, strict=True):
+            if code not in (None, 0):
+                self._child_died(frontend, ExitCode.FRONTEND_DIED)
+                return
+        if self._state is not State.DRAINING:
+            if 0 in codes:  # somebody sent SIGTERM to a frontend: the rest follows
+                self._drain(f"{self._frontends[codes.index(0)].role} was asked to end")
+        elif None not in codes:
+            self._exit = ExitCode.OK
+        elif time.monotonic() > self._drain_deadline:
+            _log.warning("running requests did not end in time and are cut off")
+            self._exit = ExitCode.OK
+
+    def _child_died(self, child: Child, code: ExitCode) -> None:
+        if self._last_words is None and self._messages.wait(LAST_WORDS_S):
+            self._take_messages()
+        words = self._last_words
+        if words is not None:
+            _log.error("%s: %s", child.role, words.message)
+            known = {int(known) for known in ExitCode} - {ExitCode.OK, ExitCode.INTERNAL}
+            self._exit = ExitCode(words.exit_code) if words.exit_code in known else code
+        else:
+            _log.error("%s", child.death_notice())
+            own = (ExitCode.USAGE, ExitCode.MODEL, ExitCode.OUT_OF_MEMORY)
+            returned = child.exit_code()
+            self._exit = ExitCode(returned) if returned in own else code
+
+    def _end_children(self) -> None:
+        """Asks, waits END_GRACE_S, kills. Every child is reaped when it returns."""
+        for child in self._children():
+            child.send(signal.SIGTERM)
+        deadline = time.monotonic() + END_GRACE_S
+        while not self._none_alive() and time.monotonic() < deadline:
+            select.select([self._signals.fileno()], [], [], 0.05)
+            if any(number in END_SIGNALS for number in self._signals.take()):
+                break  # the user does not want to wait
+        for child in self._children():
+            child.send(signal.SIGKILL)
+        for child in self._children():
+            child.process.wait()
+
+    def _children(self) -> list[Child]:
+        return [*self._frontends, self._scheduler]
+
+    def _all_alive(self) -> bool:
+        return all(child.exit_code() is None for child in self._children())
+
+    def _none_alive(self) -> bool:
+        return all(child.exit_code() is not None for child in self._children())
