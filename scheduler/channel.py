@@ -94,3 +94,18 @@ class Sender:
 
     def close(self, linger_ms: int = 0) -> None:
         self._socket.close(linger=linger_ms)
+
+
+def scheduler_address(run_dir: str) -> str:
+    """Where the scheduler reads. ``run_dir`` is the private folder of the process tree."""
+    return f"ipc://{run_dir}/scheduler.sock"
+
+
+def frontend_address(run_dir: str, index: int) -> str:
+    """Where frontend ``index`` reads."""
+    return f"ipc://{run_dir}/frontend-{index}.sock"
+
+
+def supervisor_address(run_dir: str) -> str:
+    """Where the supervisor reads."""
+    return f"ipc://{run_dir}/supervisor.sock"
