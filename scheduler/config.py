@@ -38,6 +38,8 @@ class SchedulerConfig:
         40, "decode steps between two log lines", group="Observability", minimum=1
     )
     watchdog_timeout: float = option(
-        30.0, "seconds without a finished step, while there is work, before the engine is stuck",
-        group=DEBUG_GROUP, minimum=1,
+        30.0,
+        "seconds without a finished step, while there is work, before the engine is stuck",
+        group=DEBUG_GROUP,
+        minimum=1,
     )

@@ -1,0 +1,160 @@
+"""The parts that the loops of loop.py move: sockets, clock, worker, heartbeat, log lines.
+
+Knows no policy and no tensor.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import time
+from typing import Any, Protocol
+
+from duograph.runners.batch import ForwardBatch
+from duograph.scheduler.batch_builder import BatchBuilder
+from duograph.scheduler.loop import PendingStep
+from duograph.scheduler.messages import Heartbeat, ProcessFailed
+from duograph.scheduler.scheduler import Scheduler
+from duograph.scheduler.stats import snapshot
+from duograph.scheduler.step import Event, Plan, Step
+from duograph.scheduler.wires import Wires
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+
+
+class Worker(Protocol):
+    """What the engine needs of runners.worker.ModelWorker."""
+
+    def launch(self, batch: ForwardBatch) -> PendingStep: ...
+
+    def graph_stats(self) -> dict[str, Any]: ...
+
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        worker: Worker,
+        builder: BatchBuilder,
+        wires: Wires,
+        log_interval: int,
+        watchdog_timeout: float,
+    ) -> None:
+        self.scheduler = scheduler
+        self._stopping = False
+        self._worker = worker
+        self._builder = builder
+        self._wires = wires
+        self._log_interval = log_interval
+        self._watchdog_timeout = watchdog_timeout
+        self._next_beat = 0.0
+        self._was_idle = False
+        self._decode_steps = 0
+        self._log_mark = (time.monotonic(), 0)  # time and tokens at the last decode line
+        self._metric_mark = (time.monotonic(), 0)
+
+    # The verbs of the loops
+
+    def alive(self) -> bool:
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + HEARTBEAT_S
+            self._beat(now)
+        return not self._stopping
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def receive(self, *, block: bool) -> list[Event]:
+        if block:
+            if not self._was_idle:
+                self._was_idle = True
+                self._check_books()
+            self._wires.requests.wait(max(0.001, self._next_beat - time.monotonic()))
+        else:
+            self._was_idle = False
+        return self._wires.requests.drain()
+
+    def build(self, plan: Plan) -> ForwardBatch:
+        return self._builder.build(plan)
+
+    def launch(self, batch: ForwardBatch) -> PendingStep:
+        return self._worker.launch(batch)
+
+    def send(self, step: Step) -> None:
+        for frontend, message in step.outputs.items():
+            self._wires.to_frontend(frontend, message)
+        if step.plan is not None:
+            self._log_step(step.plan)
+        for rid, error in self.scheduler.fault_log:
+            _log.error("request %d failed inside the engine", rid, exc_info=error)
+        self.scheduler.fault_log.clear()
+
+    # The end
+
+    def stop(self) -> None:
+        """The loop ends after the step at hand. Safe in a signal handler."""
+        self._stopping = True
+
+    def fail(self, exit_code: int, message: str) -> None:
+        """Tells everybody that the engine ends; whoever cannot be told learns it from its death."""
+        self.send(self.scheduler.fail_all("the engine failed; the server is going down"))
+        self._wires.to_supervisor(ProcessFailed(exit_code, message))
+
+    # What nobody waits for
+
+    def _beat(self, now: float) -> None:
+        # The watchdog: if no beat follows in time, a C thread dumps all stacks and ends the
+        # process.
+        faulthandler.dump_traceback_later(self._watchdog_timeout, exit=True, file=sys.stderr)
+        stats, gauges = self.scheduler.stats, self.scheduler.gauges()
+        self._wires.to_frontends(Heartbeat(stats.steps, gauges.running, gauges.waiting))
+        since, tokens = self._metric_mark
+        throughput = (stats.generation_tokens - tokens) / max(now - since, 1e-9)
+        self._metric_mark = (now, stats.generation_tokens)
+        self._wires.to_frontends(
+            snapshot(
+                stats,
+                gauges,
+                gen_throughput=throughput,
+                graph_counters={},
+                graph_gauges={},
+            )
+        )
+
+    def _check_books(self) -> None:
+        try:
+            self.scheduler.queues.check()
+        except AssertionError as error:
+            _log.error("integrity check failed: %s", error)
+
+    def _log_step(self, plan: Plan) -> None:
+        if plan.is_extend:
+            _log.info(
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d",
+                len(plan.new_rows),
+                plan.num_tokens,
+                plan.cached_tokens,
+            )
+            return
+        self._decode_steps += 1
+        if self._decode_steps % self._log_interval:
+            return
+        now, gauges = time.monotonic(), self.scheduler.gauges()
+        since, tokens = self._log_mark
+        total = self.scheduler.stats.generation_tokens
+        self._log_mark = (now, total)
+        _log.info(
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
+            "gen throughput (token/s): %.2f, #queue-req: %d",
+            len(plan.rows),
+            gauges.used_tokens,
+            gauges.used_tokens / gauges.total_tokens,
+            False,
+            (total - tokens) / max(now - since, 1e-9),
+            gauges.waiting,
+        )

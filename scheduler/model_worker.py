@@ -1,0 +1,62 @@
+"""The real worker for process.py: config and weights from a folder, then the graph runners.
+
+Apart from process.py because it imports torch and the model, which takes seconds: the process
+can say "starting" before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from duograph.scheduler.admission import EngineLimits
+from duograph.scheduler.engine import Worker
+from duograph.scheduler.engine_config import EngineConfig
+from duograph.scheduler.messages import Phase
+
+Progress = Callable[[Phase, int, int], None]  # phase, done, total
+
+
+@dataclass(frozen=True)
+class LoadedWorker:
+    worker: Worker
+    limits: EngineLimits
+    is_cuda: bool
+    details: dict[str, Any]  # JSON-able, for /server_info
+
+
+def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
+    """Loads, plans memory, captures. Raises what the runner floor raises."""
+    import torch
+
+    from duograph.runners.model_config import ModelConfig
+    from duograph.runners.models.loader import load_model
+    from duograph.runners.resolve import resolve_device
+    from duograph.runners.worker import ModelWorker
+
+    runner = replace(config.runner, model_path=config.model_folder)
+    device = torch.device(resolve_device(runner.device))
+    progress("loading_weights", 0, 0)
+    model_config = ModelConfig.from_folder(Path(config.model_folder))
+    model_config = model_config.with_context_length(runner.context_length)
+    model = load_model(
+        runner, model_config, device, lambda done, total: progress("loading_weights", done, total)
+    )
+    worker = ModelWorker(runner, model_config, model, device)
+    progress("planning_memory", 0, 0)
+    worker.plan_memory()
+    worker.build_runners()
+    worker.capture(progress)
+    limits = EngineLimits(
+        num_pages=worker.limits.num_pages,
+        page_size=worker.limits.page_size,
+        max_running_requests=worker.limits.max_running_requests,
+        context_length=worker.limits.context_length,
+        chunked_prefill_size=worker.limits.chunked_prefill_size,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+    )
+    details = {"device": str(device), "architecture": model_config.architecture}
+    return LoadedWorker(worker, limits, device.type == "cuda", details)

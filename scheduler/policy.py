@@ -1,0 +1,45 @@
+"""Orders: who comes in first, who goes out first. Pure functions over requests.
+
+Nothing here changes a request; ``match`` asks the prefix cache without counting as a use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from duograph.scheduler.request import Request
+
+# After this many retractions a request is served first and retracted last.
+MAX_RETRACTIONS = 5
+# lpm looks up the prefixes of this many requests, and lets nobody be overtaken in more than
+# LPM_PATIENCE prefill steps.
+LPM_WINDOW = 128
+LPM_PATIENCE = 32
+
+
+def has_priority(request: Request) -> bool:
+    return request.retractions >= MAX_RETRACTIONS
+
+
+def arrival_order(request: Request) -> tuple[bool, int]:
+    """Sort key of the waiting queue: a retracted request keeps its place of arrival."""
+    return not has_priority(request), request.seq
+
+
+def longest_prefix_first(
+    waiting: Sequence[Request], match: Callable[[Request], int]
+) -> list[Request]:
+    """``waiting`` (in arrival order) by cached tokens, longest first; the overdue ones lead."""
+
+    def key(request: Request) -> tuple[bool, int, int]:
+        if has_priority(request) or request.deferred > LPM_PATIENCE:
+            return False, 0, request.seq
+        return True, -match(request), request.seq
+
+    return sorted(waiting[:LPM_WINDOW], key=key) + list(waiting[LPM_WINDOW:])
+
+
+def victims(running: Sequence[Request]) -> list[Request]:
+    """Whom to retract first when pages run out: who loses least by it, the newest of equals.
+    The last of the list is the one to keep."""
+    return sorted(running, key=lambda r: (has_priority(r), len(r.output_ids), -r.seq))

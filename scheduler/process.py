@@ -1,0 +1,176 @@
+"""The engine process: ``python -m duograph.scheduler.process --config-fd N``.
+
+Set-up, in order: config, death with the parent, signals, sockets, model, warm-up, ready; then
+one of the two loops until SIGTERM or a failure. Exit codes are those of exit_codes.py; whatever
+goes wrong is said once, in one sentence, to the supervisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from types import FrameType
+
+import msgspec
+import setproctitle
+
+from duograph.runners.sampling_params import SamplingParams
+from duograph.scheduler.admission import EngineLimits
+from duograph.scheduler.batch_builder import BatchBuilder
+from duograph.scheduler.config import SchedulerConfig
+from duograph.scheduler.engine import Engine, Worker
+from duograph.scheduler.engine_config import EngineConfig
+from duograph.scheduler.exit_codes import ExitCode
+from duograph.scheduler.failures import explain
+from duograph.scheduler.logs import configure_logging
+from duograph.scheduler.loop import overlap_loop, plain_loop
+from duograph.scheduler.messages import (
+    EngineInfo,
+    EngineStatus,
+    GenerateRequest,
+    Phase,
+    ProcessFailed,
+)
+from duograph.scheduler.model_worker import LoadedWorker, Progress, load_worker
+from duograph.scheduler.scheduler import Scheduler
+from duograph.scheduler.step import Event
+from duograph.scheduler.wires import Wires
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_LAST_WORDS_MS = 1_000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="duograph.scheduler.process")
+    parser.add_argument("--config-fd", type=int, required=True)
+    return run_engine(read_config(parser.parse_args().config_fd), load_worker)
+
+
+def read_config(fd: int) -> EngineConfig:
+    """Reads the JSON document to its end and closes ``fd``. Raises msgspec.ValidationError."""
+    with os.fdopen(fd, "rb") as file:
+        return msgspec.json.decode(file.read(), type=EngineConfig)
+
+
+def run_engine(config: EngineConfig, load: Callable[[EngineConfig, Progress], LoadedWorker]) -> int:
+    """Returns the exit code. ``load`` makes the worker and reports its progress."""
+    tie_to_parent(config.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the supervisor decides
+    signal.signal(signal.SIGTERM, _leave_now)
+    setproctitle.setproctitle("duograph: scheduler")
+    configure_logging(config.log_level, config.log_format)
+    faulthandler.enable()
+    wires = Wires(config.run_dir, config.num_frontends)
+    start = _Start(wires)
+    try:
+        start.report("starting", 0, 0)
+        engine = start.create_engine(config, load)
+        signal.signal(signal.SIGTERM, lambda *_: engine.stop())
+        loop = plain_loop if config.scheduler.disable_overlap_schedule else overlap_loop
+        try:
+            loop(engine)
+        except Exception as error:
+            _log.exception("the engine failed")
+            code, text = explain(error, "ready")
+            engine.fail(code, text)
+            return code
+        return ExitCode.OK
+    except Exception as error:  # while starting
+        code, text = explain(error, start.phase)
+        _log.error("%s", text, exc_info=code not in (ExitCode.MODEL, ExitCode.OUT_OF_MEMORY))
+        wires.to_supervisor(ProcessFailed(code, text))
+        return code
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        wires.close(_LAST_WORDS_MS)
+
+
+class _Start:
+    """From nothing to a ready engine; knows how far it is."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+        self.phase: Phase = "starting"
+
+    def report(self, phase: Phase, done: int, total: int) -> None:
+        self.phase = phase
+        status = EngineStatus(phase, done, total)
+        self._wires.to_frontends(status)
+        self._wires.to_supervisor(status)
+
+    def create_engine(
+        self, config: EngineConfig, load: Callable[[EngineConfig, Progress], LoadedWorker]
+    ) -> Engine:
+        loaded = load(config, self.report)
+        limits = loaded.limits
+        builder = BatchBuilder(page_size=limits.page_size, pinned=loaded.is_cuda)
+        self.report("warming_up", 0, 0)
+        warm_up(loaded.worker, builder, limits)
+        # What start-up made stays for ever: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        _log.info(
+            "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, "
+            "context_len=%d, page_size=%d",
+            limits.max_total_num_tokens,
+            limits.chunked_prefill_size,
+            limits.max_running_requests,
+            limits.context_length,
+            limits.page_size,
+        )
+        engine = Engine(
+            scheduler=Scheduler(config.scheduler, limits, config.num_frontends),
+            worker=loaded.worker,
+            builder=builder,
+            wires=self._wires,
+            log_interval=config.scheduler.decode_log_interval,
+            watchdog_timeout=config.scheduler.watchdog_timeout,
+        )
+        self._wires.to_frontends(_info(loaded))
+        self.report("ready", 0, 0)
+        return engine
+
+
+def _info(loaded: LoadedWorker) -> EngineInfo:
+    limits = loaded.limits
+    return EngineInfo(
+        max_total_num_tokens=limits.max_total_num_tokens,
+        max_running_requests=limits.max_running_requests,
+        context_length=limits.context_length,
+        vocab_size=limits.vocab_size,
+        details={**asdict(limits), **loaded.details},
+    )
+
+
+def warm_up(worker: Worker, builder: BatchBuilder, limits: EngineLimits) -> None:
+    """One short generation through prefill and decode, on a scheduler of its own."""
+    scheduler = Scheduler(SchedulerConfig(disable_radix_cache=True), limits, num_frontends=1)
+    sampling = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+    events: list[Event] = [GenerateRequest(rid=0, input_ids=[0] * 4, sampling=sampling)]
+    while (step := scheduler.step(events, 0.0)).plan is not None:
+        events = [worker.launch(builder.build(step.plan)).wait()]
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """This process dies with its parent. Raises SystemExit if that is dead already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(ExitCode.INTERNAL)
+
+
+def _leave_now(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(ExitCode.OK)  # while starting: nobody waits for an answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

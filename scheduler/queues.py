@@ -1,0 +1,102 @@
+"""Where every live request stands, and what is handed back when one leaves.
+
+The planner moves requests forward through these lists and the scheduler takes them out; both
+see the same object. Holds no policy.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+from duograph.scheduler.admission import EngineLimits, OutputEstimate
+from duograph.scheduler.kv_cache import KVCache
+from duograph.scheduler.policy import arrival_order
+from duograph.scheduler.request import Request, RequestState
+from duograph.scheduler.step import Plan
+
+
+class Queues:
+    def __init__(self, limits: EngineLimits, *, prefix_cache: bool) -> None:
+        self.limits = limits
+        self.kv = KVCache(limits.num_pages, limits.page_size, prefix_cache=prefix_cache)
+        self.estimate = OutputEstimate()
+        self.waiting: list[Request] = []  # sorted by arrival_order
+        self.prefilling: list[Request] = []  # has pages for its whole prefix; chunks are missing
+        self.running: list[Request] = []  # decodes
+        self.free_rows = list(range(limits.max_running_requests, 0, -1))  # row 0 is the dummy
+        self.in_flight: deque[Plan] = deque()  # launched and not committed, oldest first
+        self.retractions = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.running or self.in_flight)
+
+    def enqueue(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        bisect.insort(self.waiting, request, key=arrival_order)
+
+    def sweep(self) -> None:
+        """Drops finished requests from the lists."""
+        for queue in (self.waiting, self.prefilling, self.running):
+            if any(request.state is RequestState.FINISHED for request in queue):
+                queue[:] = [r for r in queue if r.state is not RequestState.FINISHED]
+
+    def is_in_flight(self, request: Request) -> bool:
+        return bool(self.in_flight) and request.last_step >= self.in_flight[0].step_id
+
+    def retract(self, request: Request) -> None:
+        """Takes pages and row away; the request waits to be computed again. Its output stays,
+        and the token that a step in flight still brings is added to it."""
+        queue = self.running if request.state is RequestState.DECODE else self.prefilling
+        queue.remove(request)
+        self.release(request, keep=True)
+        request.retractions += 1
+        self.retractions += 1
+        self.estimate.retracted()
+        self.enqueue(request)
+
+    def release(self, request: Request, *, keep: bool) -> None:
+        """Hands back row and pages; does nothing for a request that holds none.
+
+        ``keep`` publishes the computed pages in the prefix cache. What a step in flight may
+        still write goes into that step's late lists and is free when it has been committed.
+        """
+        lease = request.lease
+        if lease is None:
+            return
+        computed, newest = request.kv_len, None
+        if self.is_in_flight(request):
+            for plan in self.in_flight:
+                if request in plan.requests:
+                    at = plan.requests.index(request)
+                    start = plan.starts[at] if plan.is_extend else plan.seq_lens[at] - 1
+                    computed, newest = min(computed, start), plan
+        if keep:
+            self.kv.publish(lease, request.cache_salt, request.key[: computed * 4])
+        late = self.kv.close(lease, computed)
+        if newest is None:
+            self.kv.pool.free(late)
+            self.free_rows.append(request.row)
+        else:
+            newest.late_pages += late
+            newest.late_rows.append(request.row)
+        request.lease, request.row, request.kv_len = None, 0, 0
+
+    def free_late(self, plan: Plan) -> None:
+        """``plan`` is over: nothing writes any more what it held back."""
+        self.kv.pool.free(plan.late_pages)
+        self.free_rows += plan.late_rows
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page and every row is in exactly one place."""
+        held = self.prefilling + self.running
+        late_pages = [page for plan in self.in_flight for page in plan.late_pages]
+        late_rows = [row for plan in self.in_flight for row in plan.late_rows]
+        self.kv.check([r.lease for r in held if r.lease is not None], late_pages)
+        rows = sorted(self.free_rows + late_rows + [request.row for request in held])
+        if rows != list(range(1, self.limits.max_running_requests + 1)):
+            raise AssertionError(f"rows lost or in two places: {rows}")
+        strays = [r.rid for r in self.waiting if r.lease is not None or r.row]
+        if strays:
+            raise AssertionError(f"waiting requests that hold pages or rows: {strays}")

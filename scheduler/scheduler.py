@@ -1,0 +1,305 @@
+"""The scheduler: ``step(events, now)`` takes what happened and says what to run and to send.
+
+Pure: no clock, socket, thread, torch or random number inside, so the same events and times give
+the same steps, and a test may drive it through any history. Events are messages of the
+frontends and results of steps, oldest first. The caller launches each plan in order and brings
+each result back once; one plan may be in flight while the next is made (overlap).
+
+One step, in order: commit results, take arrivals and aborts, end what timed out, plan. Every
+request that passes the door gets exactly one ``Finished``, except after its AbortRequest.
+
+Finish rules. An eos id of the model ends a request unless ignore_eos; a stop_token_id ends it
+always, as in vLLM. Neither counts before min_new_tokens, until when both are banned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from duograph.scheduler.admission import EngineLimits, RequestRefused, check_request
+from duograph.scheduler.config import SchedulerConfig
+from duograph.scheduler.messages import (
+    RID_FRONTEND_SHIFT,
+    AbortRequest,
+    ErrorCode,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Logprobs,
+)
+from duograph.scheduler.planner import Planner
+from duograph.scheduler.queues import Queues
+from duograph.scheduler.request import Request, RequestState
+from duograph.scheduler.stats import Gauges, SchedulerStats
+from duograph.scheduler.step import CompletedStep, Event, Outbox, Plan, Step
+
+MAX_FAULTS = 3  # requests that end by an exception of ours within FAULT_WINDOW_S
+FAULT_WINDOW_S = 60.0
+_EXPIRY_INTERVAL_S = 0.25
+
+
+class EngineFault(RuntimeError):
+    """The engine cannot go on: its books or its results can no longer be trusted."""
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, limits: EngineLimits, num_frontends: int) -> None:
+        self.config = config
+        self.limits = limits
+        self.num_frontends = num_frontends
+        self.stats = SchedulerStats()
+        self.queues = Queues(limits, prefix_cache=not config.disable_radix_cache)
+        self.live: dict[int, Request] = {}
+        self._planner = Planner(self.queues, schedule_policy=config.schedule_policy)
+        self._outbox = Outbox()
+        self._eos = frozenset(limits.eos_token_ids)
+        self._arrivals = 0
+        self._now = float("-inf")
+        self._next_expiry = float("-inf")
+        self._faults: deque[float] = deque(maxlen=MAX_FAULTS)
+        self.fault_log: list[tuple[int, Exception]] = []  # for the caller to log and clear
+
+    @property
+    def is_idle(self) -> bool:
+        return self.queues.is_idle
+
+    def step(self, events: Sequence[Event], now: float) -> Step:
+        """Raises EngineFault if the engine must end; ``fail_all`` then gives the last messages."""
+        self._now = now = max(now, self._now)  # a clock that jumps back must not undo timeouts
+        for event in events:
+            if isinstance(event, GenerateRequest):
+                self._accept(event)
+            elif isinstance(event, AbortRequest):
+                self._abort(event.rid)
+            else:
+                self._commit(event)
+        if now >= self._next_expiry:
+            self._next_expiry = now + _EXPIRY_INTERVAL_S
+            self._expire()
+        self.queues.sweep()
+        plan = self._planner.plan()
+        if self._planner.faulted:
+            for request, error in self._planner.faulted:
+                self._fault(request, error)
+            self._planner.faulted.clear()
+            self.queues.sweep()
+        if plan is not None:
+            self.queues.in_flight.append(plan)
+            if plan.new_rows:
+                self._note_admissions(plan)
+        return Step(plan, self._outbox.take())
+
+    def fail_all(self, message: str) -> Step:
+        """Ends every live request with an internal error; nothing can run afterwards."""
+        for request in self.live.values():
+            request.state = RequestState.FINISHED
+            self._outbox.finished(request.frontend, _error(request, "internal", message))
+        self.live.clear()
+        return Step(None, self._outbox.take())
+
+    def gauges(self) -> Gauges:
+        queues = self.queues
+        return Gauges(
+            running=len(queues.running) + len(queues.prefilling),
+            waiting=len(queues.waiting),
+            used_tokens=queues.kv.held_tokens,
+            total_tokens=self.limits.max_total_num_tokens,
+            cached_pages=queues.kv.tree.cached_pages,
+            evictions=queues.kv.tree.evictions,
+            retractions=queues.retractions,
+            new_token_ratio=queues.estimate.ratio,
+        )
+
+    # Arrivals, aborts, timeouts
+
+    def _accept(self, message: GenerateRequest) -> None:
+        frontend = message.rid >> RID_FRONTEND_SHIFT
+        if not 0 <= frontend < self.num_frontends or message.rid in self.live:
+            # Nobody to answer, or an answer would reach the request that is running.
+            self.stats.ignored += 1
+            return
+        try:
+            prompt = check_request(message, self.limits)
+            waiting = len(self.queues.waiting) - len(self.queues.free_rows)
+            if waiting >= self.config.max_queue:
+                raise RequestRefused("overloaded", f"the queue is full ({waiting} requests wait)")
+        except RequestRefused as refusal:
+            self.stats.refused += 1
+            self._refuse(message, refusal.code, str(refusal))
+            return
+        sampling = message.sampling
+        stop_ids = frozenset(sampling.stop_token_ids)
+        request = Request(
+            rid=message.rid,
+            frontend=frontend,
+            seq=self._arrivals,
+            prompt=prompt,
+            sampling=sampling,
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos,
+            cache_salt=message.cache_salt,
+            arrival=self._now,
+        )
+        self._arrivals += 1
+        self.stats.requests += 1
+        self.live[request.rid] = request
+        if request.max_new_tokens == 0:
+            self._finish(request, "length")
+        else:
+            self.queues.enqueue(request)
+
+    def _refuse(self, message: GenerateRequest, code: ErrorCode, text: str) -> None:
+        finished = Finished(
+            rid=message.rid,
+            reason="error",
+            prompt_tokens=len(message.input_ids),
+            completion_tokens=0,
+            cached_tokens=0,
+            error_code=code,
+            error_message=text,
+        )
+        self._outbox.finished(message.rid >> RID_FRONTEND_SHIFT, finished)
+
+    def _abort(self, rid: int) -> None:
+        request = self.live.get(rid)
+        if request is not None:  # else it has ended already, or never was
+            self.stats.aborted += 1
+            self._leave(request, keep=False)
+
+    def _expire(self) -> None:
+        queue_limit = self._now - self.config.queue_timeout
+        total_limit = self._now - self.config.request_timeout
+        for request in list(self.live.values()):
+            if request.arrival < total_limit:
+                text = f"the request took more than {self.config.request_timeout:g} s"
+            elif request.first_admitted is None and request.arrival < queue_limit:
+                text = f"the request waited more than {self.config.queue_timeout:g} s"
+            else:
+                continue
+            self.stats.timeouts += 1
+            self._finish_with_error(request, "timeout", text)
+
+    def _note_admissions(self, plan: Plan) -> None:
+        for request in plan.new_rows:
+            if request.first_admitted is not None:
+                continue  # back from a retraction
+            assert request.lease is not None
+            request.first_admitted = self._now
+            request.cached_tokens = request.lease.num_cached_pages * self.limits.page_size
+            self.stats.prompt_tokens += request.prompt_len
+            self.stats.cached_tokens += request.cached_tokens
+            self.stats.queue_time.observe(self._now - request.arrival)
+
+    # Results
+
+    def _commit(self, result: CompletedStep) -> None:
+        in_flight = self.queues.in_flight
+        if not in_flight or in_flight[0].step_id != result.step_id:
+            raise EngineFault(f"result of step {result.step_id} does not belong to the oldest one")
+        plan = in_flight.popleft()
+        if len(result.tokens) != len(plan.requests):
+            raise EngineFault(f"step {plan.step_id} brought the wrong number of tokens")
+        self.queues.free_late(plan)
+        self.stats.steps += 1
+        if plan.is_extend:
+            self.stats.extend_steps += 1
+        else:
+            self.stats.decode_steps += 1
+        emits = plan.emits or [True] * len(plan.requests)
+        gaps: list[float] = []
+        firsts = 0
+        now, vocab, outbox = self._now, self.limits.vocab_size, self._outbox
+        for index, (request, token) in enumerate(zip(plan.requests, result.tokens, strict=True)):
+            if request.state is RequestState.FINISHED:
+                self.stats.wasted_rows += 1
+                continue
+            if not emits[index]:
+                continue
+            try:
+                if not 0 <= token < vocab:
+                    raise ValueError(f"the sampler gave token {token} of {vocab}")
+                if plan.is_extend:
+                    self._publish(request)
+                logprobs = None
+                if index in result.logprobs:
+                    best = result.logprobs[index]
+                    logprobs = Logprobs(best.logprob, best.top_ids, best.top_logprobs)
+                request.output_ids.append(token)
+                outbox.token(request, token, logprobs)
+                if request.first_token_time is None:
+                    firsts += 1
+                    request.first_token_time = now
+                    self.stats.time_to_first_token.observe(now - request.arrival)
+                else:
+                    gaps.append(request.last_token_time)
+                request.last_token_time = now
+                written = len(request.output_ids)
+                if token in request.stop_ids and written > request.sampling.min_new_tokens:
+                    self._finish(request, "stop", token)
+                elif written >= request.max_new_tokens:
+                    self._finish(request, "length")
+            except Exception as error:  # ends this request only
+                self._fault(request, error)
+        self.stats.generation_tokens += firsts + len(gaps)
+        self.stats.observe_gaps(gaps, now)
+
+    def _publish(self, request: Request) -> None:
+        """A prefix has been computed: others may share its whole pages from now on."""
+        if request.lease is not None and request.state is RequestState.DECODE:
+            self.queues.kv.publish(request.lease, request.cache_salt, request.key)
+
+    # Endings
+
+    def _finish(self, request: Request, reason: FinishReason, token: int | None = None) -> None:
+        self._leave(request, keep=True)
+        stats, now = self.stats, self._now
+        stats.finished += 1
+        stats.e2e_latency.observe(now - request.arrival)
+        if request.first_admitted is not None and request.first_token_time is not None:
+            stats.prefill_time.observe(request.first_token_time - request.first_admitted)
+            stats.decode_time.observe(now - request.first_token_time)
+            self.queues.estimate.finished(len(request.output_ids), request.max_new_tokens)
+        self._outbox.finished(
+            request.frontend,
+            Finished(
+                rid=request.rid,
+                reason=reason,
+                prompt_tokens=request.prompt_len,
+                completion_tokens=len(request.output_ids),
+                cached_tokens=request.cached_tokens,
+                matched_token=token,
+            ),
+        )
+
+    def _finish_with_error(self, request: Request, code: ErrorCode, message: str) -> None:
+        self._leave(request, keep=False)
+        self._outbox.finished(request.frontend, _error(request, code, message))
+
+    def _leave(self, request: Request, *, keep: bool) -> None:
+        """The request is over. The lists drop it at the next sweep; a step in flight may still
+        compute a row for it, which is thrown away."""
+        self.queues.release(request, keep=keep)
+        request.state = RequestState.FINISHED
+        del self.live[request.rid]
+
+    def _fault(self, request: Request, error: Exception) -> None:
+        """An exception of ours while one request was handled: it ends, unless that is a habit."""
+        self.stats.faults += 1
+        self.fault_log.append((request.rid, error))
+        if request.state is not RequestState.FINISHED:
+            self._finish_with_error(request, "internal", "the request failed inside the engine")
+        self._faults.append(self._now)
+        if len(self._faults) == MAX_FAULTS and self._now - self._faults[0] <= FAULT_WINDOW_S:
+            raise EngineFault(f"{MAX_FAULTS} requests failed within {FAULT_WINDOW_S:g} s")
+
+
+def _error(request: Request, code: ErrorCode, message: str) -> Finished:
+    return Finished(
+        rid=request.rid,
+        reason="error",
+        prompt_tokens=request.prompt_len,
+        completion_tokens=len(request.output_ids),
+        cached_tokens=request.cached_tokens,
+        error_code=code,
+        error_message=message,
+    )

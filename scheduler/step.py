@@ -1,0 +1,122 @@
+"""What one call of ``Scheduler.step`` decides: the work for the device and the messages.
+
+Data only. A ``Plan`` names requests by object, so that a late result can never meet a newcomer
+that carries an old id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from duograph.scheduler.messages import (
+    AbortRequest,
+    Finished,
+    GenerateRequest,
+    Logprobs,
+    StepTokens,
+)
+from duograph.scheduler.request import Request
+
+
+class BestTokens(Protocol):
+    """runners.batch.TokenLogprobs, without importing torch."""
+
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top_ids(self) -> list[int]: ...
+    @property
+    def top_logprobs(self) -> list[float]: ...
+
+
+class CompletedStep(Protocol):
+    """runners.batch.StepResult, without importing torch."""
+
+    @property
+    def step_id(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Mapping[int, BestTokens]: ...
+
+
+Event = GenerateRequest | AbortRequest | CompletedStep
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """One step of the model. Lists run parallel to ``requests``.
+
+    In decode the input token is not here: the device has it (see runners/batch.py).
+    """
+
+    step_id: int
+    is_extend: bool
+    requests: list[Request]
+    rows: list[int]
+    seq_lens: list[int]  # tokens including this step's
+    starts: list[int]  # extend: tokens before this step's; empty in decode
+    emits: list[bool]  # extend: False for a chunk that is not the last; empty in decode
+    pages: list[int]  # decode: the page of each new token; extend: those of each chunk, in order
+    tokens: list[npt.NDArray[np.int32]]  # extend: each chunk's tokens; empty in decode
+    new_rows: list[Request] = field(default_factory=list)  # took their row in this step
+    page_updates: list[tuple[int, int, int]] = field(default_factory=list)  # row, column, page
+    filtered: bool = False
+    penalized: list[int] = field(default_factory=list)
+    bias: dict[int, dict[int, float]] = field(default_factory=dict)
+    logprobs: dict[int, int] = field(default_factory=dict)
+    cached_tokens: int = 0  # extend: found in the prefix cache by the new rows
+    # Rows and pages whose requests are gone but which this step may still write.
+    late_rows: list[int] = field(default_factory=list)
+    late_pages: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.seq_lens) - sum(self.starts) if self.is_extend else len(self.rows)
+
+
+@dataclass(slots=True)
+class Step:
+    """``plan`` is None if there is nothing to run. ``outputs`` by frontend number."""
+
+    plan: Plan | None
+    outputs: dict[int, StepTokens]
+
+
+class Outbox:
+    """Collects the messages of one step, one per frontend."""
+
+    __slots__ = ("_boxes",)
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, StepTokens] = {}
+
+    def box(self, frontend: int) -> StepTokens:
+        box = self._boxes.get(frontend)
+        if box is None:
+            box = self._boxes[frontend] = StepTokens([], [], [])
+        return box
+
+    def token(self, request: Request, token: int, logprobs: Logprobs | None) -> None:
+        box = self.box(request.frontend)
+        if logprobs is not None:
+            if box.logprobs is None:
+                box = self._boxes[request.frontend] = StepTokens(
+                    box.rids, box.tokens, box.finished, {}
+                )
+            assert box.logprobs is not None
+            box.logprobs[len(box.rids)] = logprobs
+        box.rids.append(request.rid)
+        box.tokens.append(token)
+
+    def finished(self, frontend: int, message: Finished) -> None:
+        self.box(frontend).finished.append(message)
+
+    def take(self) -> dict[int, StepTokens]:
+        boxes, self._boxes = self._boxes, {}
+        return boxes
