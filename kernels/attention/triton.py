@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -279,53 +278,69 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _chunk_of(
-    seq_len: Any,
+    seq_len: tl.tensor,
     NUM_SPLITS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Tokens per split, a multiple of BLOCK_N. Decode and join must agree on it."""
     chunk = tl.maximum(tl.cdiv(seq_len, NUM_SPLITS), MIN_CHUNK)
     return tl.cdiv(chunk, BLOCK_N) * BLOCK_N
 
 
 @triton.jit
-def _slots_of(
-    table_row: Any,
-    first: Any,
-    offsets: Any,
-    live: Any,
+def _pages_of(
+    table_row: tl.tensor,
+    first: tl.tensor,
+    offsets: tl.tensor,
+    end: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> Any:
-    """int64 pool slots of positions ``first + offsets``; ``first`` is a multiple of BLOCK_N."""
+) -> tl.tensor:
+    """int32 page ids of positions ``first + offsets``, 0 from ``end`` on: a scalar where the
+    whole tile lies in one page. ``first`` is a multiple of BLOCK_N."""
     if PAGE_SIZE % BLOCK_N == 0:
-        # The whole tile lies in one page: one scalar load instead of a gather.
-        page = tl.load(table_row + first // PAGE_SIZE).to(tl.int64)
-        return page * PAGE_SIZE + first % PAGE_SIZE + offsets
-    positions = first + offsets
-    pages = tl.load(table_row + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
-    return pages * PAGE_SIZE + positions % PAGE_SIZE
+        pages = tl.load(table_row + first // PAGE_SIZE, mask=first < end, other=0)
+    else:
+        positions = first + offsets
+        pages = tl.load(table_row + positions // PAGE_SIZE, mask=positions < end, other=0)
+    return pages
+
+
+@triton.jit
+def _slots_of(
+    pages: tl.tensor,
+    first: tl.tensor,
+    offsets: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """int64 pool slots [BLOCK_N] of positions ``first + offsets``."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        slots = pages.to(tl.int64) * PAGE_SIZE + first % PAGE_SIZE + offsets
+    else:
+        slots = pages.to(tl.int64) * PAGE_SIZE + (first + offsets) % PAGE_SIZE
+    return slots
 
 
 @triton.jit
 def _attend_tile(
-    q: Any,  # [M, D]
-    acc: Any,  # [M, D] float32
-    row_max: Any,  # [M] base-2 logits
-    row_sum: Any,  # [M]
-    k_head: Any,
-    v_head: Any,
-    k_stride: Any,
-    v_stride: Any,
-    slots: Any,  # [N] int64
-    live: Any,  # [N] keys that exist
-    visible: Any,  # [M, N] or [1, N]
-    qk_scale: Any,
+    q: tl.tensor,  # [M, D]
+    acc: tl.tensor,  # [M, D] float32
+    row_max: tl.tensor,  # [M] base-2 logits
+    row_sum: tl.tensor,  # [M]
+    k_head: tl.tensor,
+    v_head: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    slots: tl.tensor,  # [N] int64
+    live: tl.tensor,  # [N] keys that exist
+    visible: tl.tensor,  # [M, N] or [1, N]
+    qk_scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """One step of online softmax. With MASKED, keys outside ``live`` are never loaded: a freed
     slot may hold NaN, and NaN times a zero weight would still poison the row."""
     dims = tl.arange(0, BLOCK_D)
@@ -362,25 +377,25 @@ _METADATA_ARGS = ["page_table", "req_rows", "seq_lens"]
 
 @triton.jit(do_not_specialize_on_alignment=_METADATA_ARGS)
 def _decode_kernel(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    req_rows: Any,
-    seq_lens: Any,
-    out: Any,
-    partial: Any,  # float32 [bs, heads, splits, dim]
-    lse: Any,  # float32 [bs, heads, splits]
-    q_stride_t: Any,
-    q_stride_h: Any,
-    k_stride_s: Any,
-    k_stride_h: Any,
-    v_stride_s: Any,
-    v_stride_h: Any,
-    out_stride_t: Any,
-    out_stride_h: Any,
-    table_stride: Any,
-    qk_scale: Any,
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    page_table: tl.tensor,
+    req_rows: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,  # float32 [bs, heads, splits, dim]
+    lse: tl.tensor,  # float32 [bs, heads, splits]
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    k_stride_s: tl.tensor,
+    k_stride_h: tl.tensor,
+    v_stride_s: tl.tensor,
+    v_stride_h: tl.tensor,
+    out_stride_t: tl.tensor,
+    out_stride_h: tl.tensor,
+    table_stride: tl.tensor,
+    qk_scale: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -414,9 +429,13 @@ def _decode_kernel(
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     offsets = tl.arange(0, BLOCK_N)
+    # Page ids are read one tile ahead: loads of K and V that do not wait for another load of
+    # the same iteration are what lets the compiler keep several stages in flight.
+    pages = _pages_of(table_row, start, offsets, end, PAGE_SIZE, BLOCK_N)
     for first in range(start, end, BLOCK_N):
         live = first + offsets < end
-        slots = _slots_of(table_row, first, offsets, live, PAGE_SIZE, BLOCK_N)
+        slots = _slots_of(pages, first, offsets, PAGE_SIZE, BLOCK_N)
+        pages = _pages_of(table_row, first + BLOCK_N, offsets, end, PAGE_SIZE, BLOCK_N)
         acc, row_max, row_sum = _attend_tile(
             q_tile,
             acc,
@@ -448,12 +467,12 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["seq_lens", "lse"])
 def _join_kernel(
-    partial: Any,
-    lse: Any,
-    seq_lens: Any,
-    out: Any,
-    out_stride_t: Any,
-    out_stride_h: Any,
+    partial: tl.tensor,
+    lse: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    out_stride_t: tl.tensor,
+    out_stride_h: tl.tensor,
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -492,25 +511,25 @@ def _join_kernel(
     do_not_specialize_on_alignment=[*_METADATA_ARGS, "query_start_loc"],
 )
 def _extend_kernel(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    req_rows: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
-    out: Any,
-    q_stride_t: Any,
-    q_stride_h: Any,
-    k_stride_s: Any,
-    k_stride_h: Any,
-    v_stride_s: Any,
-    v_stride_h: Any,
-    out_stride_t: Any,
-    out_stride_h: Any,
-    table_stride: Any,
-    num_real_tokens: Any,
-    qk_scale: Any,
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    page_table: tl.tensor,
+    req_rows: tl.tensor,
+    seq_lens: tl.tensor,
+    query_start_loc: tl.tensor,
+    out: tl.tensor,
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    k_stride_s: tl.tensor,
+    k_stride_h: tl.tensor,
+    v_stride_s: tl.tensor,
+    v_stride_h: tl.tensor,
+    out_stride_t: tl.tensor,
+    out_stride_h: tl.tensor,
+    table_stride: tl.tensor,
+    num_real_tokens: tl.tensor,
+    qk_scale: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -551,8 +570,12 @@ def _extend_kernel(
     # Keys up to the block's first token are seen by every row: no mask is needed there.
     seen_by_all = (prefix_len + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
     everything = offsets >= 0
+    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, extend_len - 1)
+    kv_end = prefix_len + last_token + 1
+    pages = _pages_of(table_row, 0, offsets, kv_end, PAGE_SIZE, BLOCK_N)
     for first in range(0, seen_by_all, BLOCK_N):
-        slots = _slots_of(table_row, first, offsets, everything, PAGE_SIZE, BLOCK_N)
+        slots = _slots_of(pages, first, offsets, PAGE_SIZE, BLOCK_N)
+        pages = _pages_of(table_row, first + BLOCK_N, offsets, kv_end, PAGE_SIZE, BLOCK_N)
         acc, row_max, row_sum = _attend_tile(
             q_tile,
             acc,
@@ -570,12 +593,11 @@ def _extend_kernel(
             BLOCK_D,
             False,
         )
-    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, extend_len - 1)
-    kv_end = prefix_len + last_token + 1
     for first in range(seen_by_all, kv_end, BLOCK_N):
         keys = first + offsets
         live = keys < kv_end
-        slots = _slots_of(table_row, first, offsets, live, PAGE_SIZE, BLOCK_N)
+        slots = _slots_of(pages, first, offsets, PAGE_SIZE, BLOCK_N)
+        pages = _pages_of(table_row, first + BLOCK_N, offsets, kv_end, PAGE_SIZE, BLOCK_N)
         visible = live[None, :] & (keys[None, :] <= (prefix_len + tokens)[:, None])
         acc, row_max, row_sum = _attend_tile(
             q_tile,

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
 
+from duograph.kernels import fused, fused_triton
 from duograph.kernels.attention.triton import SplitPlan, TritonBackend, plan_splits
 
 CPU = torch.device("cpu")
@@ -55,9 +56,7 @@ def test_decode_matches_dense(heads: tuple[int, int, int], page_size: int, progr
     runner = backend(q_heads, kv_heads, dim, programs)
     for _ in range(2):  # the second call meets the leftovers of the first in its scratch
         out.fill_(7.0)
-        runner.decode(
-            problem.q, problem.k_cache, problem.v_cache, problem.meta, out, problem.scale
-        )
+        runner.decode(problem.q, problem.k_cache, problem.v_cache, problem.meta, out, problem.scale)
         assert_close(out, problem)
 
 
@@ -158,3 +157,44 @@ def test_wrong_shapes_are_named() -> None:
         backend(2, 1, 16, 1).extend(*args)
     with pytest.raises(ValueError, match="multiple of num_kv_heads"):
         backend(3, 2, 16, 1)
+
+
+@pytest.mark.parametrize("width", [576, 128, 1000])
+def test_norms_match_their_twins(width: int) -> None:
+    x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+    torch.testing.assert_close(
+        fused_triton.rms_norm(x, weight, 1e-5), fused.rms_norm(x, weight, 1e-5)
+    )
+    mine, twin = (f.add_rms_norm(x, residual, weight, 1e-5) for f in (fused_triton, fused))
+    torch.testing.assert_close(mine, twin)
+
+
+def test_norm_of_heads_inside_a_fused_projection() -> None:
+    qkv = torch.randn(7, 10 * 16)
+    heads = qkv[:, 32:112].unflatten(1, (5, 16))
+    weight = torch.randn(16)
+    torch.testing.assert_close(
+        fused_triton.rms_norm(heads, weight, 1e-6), fused.rms_norm(heads, weight, 1e-6)
+    )
+
+
+@pytest.mark.parametrize("width", [64, 1536])
+def test_silu_and_mul_matches_its_twin(width: int) -> None:
+    gate_up = torch.randn(3, 2 * width)
+    torch.testing.assert_close(fused_triton.silu_and_mul(gate_up), fused.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 80), (16, 1, 16)])
+def test_rope_and_cache_matches_its_twin(heads: tuple[int, int, int]) -> None:
+    q_heads, kv_heads, dim = heads
+    qkv = torch.randn(6, (q_heads + 2 * kv_heads) * dim)
+    positions, slots = torch.tensor([0, 1, 5, 90, 7, 0]), torch.tensor([4, 9, 2, 7, 11, 0])
+    cos_sin = torch.randn(100, dim)
+    results = []
+    for module in (fused_triton, fused):
+        rows = qkv.clone().unflatten(1, (q_heads + 2 * kv_heads, dim))
+        q, k, v = rows.split([q_heads, kv_heads, kv_heads], 1)
+        pool = torch.full((2, 12, kv_heads, dim), 7.0)
+        module.rope_and_cache(q, k, v, positions, cos_sin, pool[0], pool[1], slots)
+        results.append((rows, pool))
+    torch.testing.assert_close(results[0], results[1])
