@@ -46,6 +46,11 @@ class HttpConfig:
         "names accepted in the Host header besides the address; * accepts any",
         group=SERVER_GROUP,
     )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "web origins whose pages may call the API (CORS); * allows any",
+        group=SERVER_GROUP,
+    )
     api_key: str | None = option(
         None,
         "clients must send this bearer token; prefer --api-key-file or the environment",

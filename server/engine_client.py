@@ -1,0 +1,213 @@
+"""The frontend's end of the wires to the scheduler: requests out, tokens in.
+
+One reader for the ZMQ socket of this frontend. All messages that wait are taken at once, their
+tokens are laid out by sequence, and then each sequence that got some is handed over once: a
+frontend that falls behind sends larger pieces instead of more of them. Knows ints and messages;
+knows no text and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from duograph.runners.sampling_params import SamplingParams
+from duograph.scheduler.channel import Receiver, Sender
+from duograph.scheduler.messages import (
+    RID_FRONTEND_SHIFT,
+    AbortRequest,
+    EngineInfo,
+    EngineStatus,
+    Finished,
+    GenerateRequest,
+    Heartbeat,
+    Logprobs,
+    MetricsSnapshot,
+    StepTokens,
+    ToFrontend,
+)
+from duograph.server import errors
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 64  # then other work of the event loop gets its turn
+HEARTBEAT_TIMEOUT_S = 30.0  # a ready engine that is silent for longer is dead
+
+
+class Sequence:
+    """One running request of the engine. ``consume`` is called when tokens wait in ``tokens``
+    or ``finished`` is set; the consumer takes them with ``take``."""
+
+    __slots__ = ("consume", "finished", "logprobs", "queued", "rid", "tokens")
+
+    def __init__(self, rid: int, consume: Callable[[Sequence], None]) -> None:
+        self.rid = rid
+        self.consume = consume
+        self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []  # one per token if the request asked for them
+        self.finished: Finished | None = None
+        self.queued = False  # will be handed over at the end of this turn
+
+    def take(self) -> list[int]:
+        tokens, self.tokens = self.tokens, []
+        return tokens
+
+
+class EngineClient:
+    """Must be used from the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        scheduler_address: str,
+        own_address: str,
+        frontend_index: int,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        """Binds and connects the sockets. Raises zmq.ZMQError."""
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._receiver: Receiver[ToFrontend] = Receiver(self._context, own_address, ToFrontend)
+        self._sender = Sender(self._context, scheduler_address)
+        self._sequences: dict[int, Sequence] = {}
+        self._next_rid = frontend_index << RID_FRONTEND_SHIFT
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._last_heard = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.status = EngineStatus(phase="starting")
+        self.info: EngineInfo | None = None
+        self.heartbeat = Heartbeat(steps=0, running=0, waiting=0)
+        self.snapshot: MetricsSnapshot | None = None
+        self.malformed = 0  # well-formed frames whose content makes no sense
+
+    def start(self) -> None:
+        """Begins to read on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._receiver.fileno(), self._read)
+        self._loop.call_soon(self._read)  # the socket may have become readable before
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._receiver.fileno())
+        self._receiver.close()
+        self._sender.close()
+        self._context.term()
+
+    @property
+    def ready(self) -> bool:
+        return self.status.phase == "ready" and self.info is not None
+
+    @property
+    def alive(self) -> bool:
+        """False if a ready engine has gone silent."""
+        if not self.ready:
+            return True
+        return time.monotonic() - self._last_heard < self._heartbeat_timeout_s
+
+    @property
+    def running(self) -> int:
+        """Sequences of this frontend that have not ended."""
+        return len(self._sequences)
+
+    @property
+    def dropped_frames(self) -> int:
+        return self._receiver.dropped + self.malformed
+
+    def submit(
+        self,
+        input_ids: list[int],
+        sampling: SamplingParams,
+        consume: Callable[[Sequence], None],
+        *,
+        cache_salt: str = "",
+    ) -> Sequence:
+        """Starts one sequence. Raises ApiError 503 if the pipe to the scheduler is full."""
+        rid = self._next_rid
+        self._next_rid += 1
+        request = GenerateRequest(
+            rid=rid, input_ids=input_ids, sampling=sampling, cache_salt=cache_salt
+        )
+        if not self._sender.send(request):
+            raise errors.overloaded()
+        sequence = Sequence(rid, consume)
+        self._sequences[rid] = sequence
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """Stops ``sequence``; nothing of it is handed over afterwards. Does nothing if it has
+        ended."""
+        if self._sequences.pop(sequence.rid, None) is None:
+            return
+        self._send_abort(sequence.rid)
+
+    def _send_abort(self, rid: int) -> None:
+        if not self._sender.send(AbortRequest(rid=rid)):
+            # the pipe is full: the engine must not go on for nobody, so try again soon
+            assert self._loop is not None
+            self._loop.call_later(0.05, self._send_abort, rid)
+
+    def _read(self) -> None:
+        messages = self._receiver.drain(MESSAGES_PER_TURN)
+        touched: list[Sequence] = []
+        for message in messages:
+            if type(message) is StepTokens:
+                if len(message.rids) == len(message.tokens):
+                    self._lay_out(message, touched)
+                else:
+                    self.malformed += 1
+            else:
+                self._note(message)
+        if messages:
+            self._last_heard = time.monotonic()
+        for sequence in touched:
+            sequence.queued = False
+            try:
+                sequence.consume(sequence)
+            except Exception:
+                # one sequence's failure must not take the others' tokens with it
+                logger.exception("handling the output of a request failed")
+                self.abort(sequence)
+        # the descriptor is edge-triggered: what came meanwhile makes no new event
+        if self._receiver.has_messages():
+            assert self._loop is not None
+            self._loop.call_soon(self._read)
+
+    def _lay_out(self, message: StepTokens, touched: list[Sequence]) -> None:
+        sequences = self._sequences
+        for rid, token in zip(message.rids, message.tokens, strict=False):
+            sequence = sequences.get(rid)
+            if sequence is not None:
+                if not sequence.queued:
+                    sequence.queued = True
+                    touched.append(sequence)
+                sequence.tokens.append(token)
+        if message.logprobs:
+            for index, logprobs in message.logprobs.items():
+                if not 0 <= index < len(message.rids):
+                    self.malformed += 1
+                    continue
+                sequence = sequences.get(message.rids[index])
+                if sequence is not None:
+                    sequence.logprobs.append(logprobs)
+        for finished in message.finished:
+            sequence = sequences.pop(finished.rid, None)
+            if sequence is not None:
+                if not sequence.queued:
+                    sequence.queued = True
+                    touched.append(sequence)
+                sequence.finished = finished
+
+    def _note(self, message: ToFrontend) -> None:
+        match message:
+            case Heartbeat():
+                self.heartbeat = message
+            case MetricsSnapshot():
+                self.snapshot = message
+            case EngineInfo():
+                self.info = message
+            case EngineStatus():
+                self.status = message

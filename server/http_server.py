@@ -1,0 +1,106 @@
+"""One HTTP process from its parts to its end: uvicorn on the inherited socket, and the drain.
+
+Knows how the parts fit together; does not know how the process was started or what it imports
+first (frontend.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from duograph.scheduler.channel import frontend_address, scheduler_address
+from duograph.server.app import create_app
+from duograph.server.chat import ChatTemplate
+from duograph.server.config import FrontendConfig
+from duograph.server.engine_client import EngineClient
+from duograph.server.metrics import FrontendMetrics
+from duograph.server.protocol import LimitedHttpProtocol
+from duograph.server.serving import Serving
+from duograph.server.tokenizer import Tokenizer
+from duograph.server.translate import SamplingDefaults, Translator
+
+KEEP_ALIVE_S = 30
+BACKLOG = 2048
+CLOSE_TIMEOUT_S = 2  # for connections, once no generation runs any more
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: SIGTERM must not close streams."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(config: FrontendConfig, listener: socket.socket) -> None:
+    """Serves until SIGTERM and the end of the drain.
+
+    Raises:
+        TokenizerError, ValueError: a file of the model folder is missing or broken.
+    """
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, listener))
+
+
+def create_serving(config: FrontendConfig) -> Serving:
+    """All parts but the server. Raises TokenizerError, ValueError or zmq.ZMQError."""
+    folder = Path(config.model_folder)
+    tokenizer = Tokenizer(folder)
+    template = ChatTemplate(folder, tokenizer)
+    defaults = SamplingDefaults.from_folder(folder)
+    engine = EngineClient(
+        scheduler_address=scheduler_address(config.run_dir),
+        own_address=frontend_address(config.run_dir, config.index),
+        frontend_index=config.index,
+    )
+    translator = Translator(tokenizer, template, defaults, config.http.max_n)
+    return Serving(config, tokenizer, translator, engine, FrontendMetrics())
+
+
+async def _serve(config: FrontendConfig, listener: socket.socket) -> None:
+    serving = create_serving(config)
+    server = _Server(
+        uvicorn.Config(
+            create_app(serving),
+            http=LimitedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+    )
+    drains: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        await serving.drain(config.http.shutdown_timeout)
+        server.should_exit = True
+
+    def on_sigterm() -> None:
+        if not drains:
+            drains.append(asyncio.create_task(drain()))
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+    serving.engine.start()
+    # what start-up has made stays for ever: the collector need not look at it again
+    gc.collect()
+    gc.freeze()
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        serving.engine.close()
+        serving.tokenizer.close()

@@ -1,0 +1,366 @@
+"""The OpenAI request bodies, strictly: what a field may hold, and the one error it gets if not.
+
+Knows JSON values and ranges that do not depend on the model; those that do (vocabulary, context)
+are checked in translate.py. Null means absent for every field, unknown fields are ignored, and
+fields that are understood but not honoured are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import annotated_types
+import orjson
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from duograph.server.errors import ApiError, bad_field, not_supported, quote
+
+MAX_JSON_DEPTH = 64
+MAX_PROMPTS = 4  # of one completion request
+MAX_CHOICES = 16  # n x prompts
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 16
+MAX_LOGIT_BIAS = 300
+MAX_LOGPROBS = 20
+MAX_MESSAGES = 4096
+
+# template variables that a client may set, see ChatRequest.chat_template_kwargs
+TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
+
+_REFUSED = (
+    "prompt_embeds", "input_embeds", "audio", "image_data", "video_data", "audio_data",
+    "custom_logit_processor", "custom_logit_processors", "logits_processors", "lora_path",
+    "use_beam_search", "prompt_logprobs", "token_ids_logprob", "return_token_ids",
+    "return_hidden_states", "stop_regex", "bad_words", "allowed_token_ids",
+    "truncate_prompt_tokens", "regex", "ebnf", "json_schema", "structural_tag",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+_REFUSED_IN_CHAT = ("functions", "chat_template", "documents", "best_of")
+_REFUSED_IN_COMPLETIONS = ("suffix", "response_format", "tools")
+
+_INT = re.compile(r"-?[0-9]{1,10}")
+
+
+def _logit_bias(value: Any) -> Any:
+    """Keys are ints written as strings; a JSON object has no other."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and biases")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, got {len(value)}")
+    bias = {}
+    for key, number in value.items():
+        if not _INT.fullmatch(key):
+            raise ValueError(f"{quote(key)} is not a token id")
+        if type(number) not in (int, float) or not -100.0 <= number <= 100.0:
+            raise ValueError(f"the bias of token {key} must be a number in [-100, 100]")
+        bias[int(key)] = float(number)
+    return bias
+
+
+def _stop(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"must have at most {MAX_STOPS} strings, got {len(stops)}")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise ValueError(f"must be strings of 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Stop = Annotated[list[str], BeforeValidator(_stop)]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
+
+
+class _Common(_Strict):
+    """Fields of both endpoints."""
+
+    model: str | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    seed: Int64 | None = None
+    stop: Stop = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] = []
+    include_stop_str_in_output: StrictBool = False
+    no_stop_trim: StrictBool = False
+    ignore_eos: StrictBool = False
+    min_tokens: TokenCount = 0
+    skip_special_tokens: StrictBool = True
+    spaces_between_special_tokens: StrictBool = True
+    logit_bias: LogitBias = {}
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    rid: Annotated[str, Field(max_length=256)] | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None
+    priority: Int64 | None = None
+
+    @property
+    def keeps_stop_text(self) -> bool:
+        return self.include_stop_str_in_output or self.no_stop_trim
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> _Common:
+        if self.stream_options is not None and not self.stream:
+            raise bad_field("stream_options", "only allowed with stream: true")
+        return self
+
+
+class ToolCallFunction(_Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: ToolCallFunction
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None  # a string or text parts: read in translate.py
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(_Common):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = None
+    logprobs: StrictBool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    function_call: Any = None
+    modalities: list[Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _known_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, setting in value.items():
+            if name not in TEMPLATE_VARIABLES:
+                raise ValueError(f"{quote(name)} is not one of {', '.join(TEMPLATE_VARIABLES)}")
+            if not isinstance(setting, (bool, str, int)):
+                raise ValueError(f"{name} must be a boolean, a string or an integer")
+        return value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_field("top_logprobs", "only allowed with logprobs: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_field(
+                "continue_final_message", "must not be true together with add_generation_prompt"
+            )
+        if self.response_format is not None:
+            _check_response_format(self.response_format)
+        _check_tools(self)
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise not_supported("modalities", 'only ["text"] is served')
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise bad_field(name, "must be at least 1")
+        return self
+
+
+class CompletionRequest(_Common):
+    """Body of POST /v1/completions."""
+
+    prompt: Any  # four forms: read in translate.py
+    echo: StrictBool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise bad_field("best_of", f"must be equal to n ({self.n})")
+        if self.echo and self.logprobs is not None:
+            raise not_supported("logprobs", "with echo not supported yet")
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_field("max_tokens", "must be at least 1 (0 needs echo: true)")
+        return self
+
+
+def _check_response_format(value: dict[str, Any]) -> None:
+    kind = value.get("type")
+    if kind in ("json_object", "json_schema"):
+        raise not_supported("response_format")
+    if kind != "text":
+        raise bad_field("response_format", "type must be text, json_object or json_schema")
+
+
+def _check_tools(request: ChatRequest) -> None:
+    if request.function_call not in (None, "none"):
+        raise not_supported("function_call")
+    if request.tool_choice == "none":
+        return  # tools that must not be called need nothing
+    if request.tools:
+        raise not_supported("tools")
+    if request.tool_choice is not None:
+        raise not_supported("tool_choice")
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises ApiError 400 naming the field."""
+    document = parse_object(body)
+    _refuse(document, _REFUSED + _REFUSED_IN_CHAT)
+    return _validate(ChatRequest, document)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises ApiError 400 naming the field."""
+    document = parse_object(body)
+    _refuse(document, _REFUSED + _REFUSED_IN_COMPLETIONS)
+    return _validate(CompletionRequest, document)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object without NaN, duplicate keys, lone surrogates or deep nesting; nulls at the
+    top are left out. Raises ApiError 400."""
+    try:
+        document = orjson.loads(body)
+        json.loads(body, object_pairs_hook=_unique_keys)
+    except RecursionError as error:
+        raise ApiError(400, f"The body is nested deeper than {MAX_JSON_DEPTH}") from error
+    except ValueError as error:
+        reason = "" if not isinstance(error, _DuplicateKeyError) else f": {error}"
+        raise ApiError(400, f"The body is not valid JSON{reason}") from error
+    if not isinstance(document, dict):
+        raise ApiError(400, "The body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:  # else it cannot be that deep
+        _check_depth(document)
+    return {name: value for name, value in document.items() if value is not None}
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > 1:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKeyError(f"the key {quote(key)} is there twice")
+            seen.add(key)
+
+
+def _check_depth(document: Any) -> None:
+    level = [document]
+    for _ in range(MAX_JSON_DEPTH):
+        children = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [item for child in children for item in child if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise ApiError(400, f"The body is nested deeper than {MAX_JSON_DEPTH}")
+
+
+def _refuse(document: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in document and document[name] not in (False, "", [], {}):
+            raise not_supported(name)
+        if name in document and type(document[name]) is int:
+            raise not_supported(name)
+    for name in names:
+        document.pop(name, None)
+
+
+def _validate(model: type[Request], document: dict[str, Any]) -> Request:
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise _field_error(model, error) from error
+
+
+def _field_error(model: type[BaseModel], error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=True)[0]
+    location = [str(part) for part in first["loc"]]
+    name = location[0] if location else "body"
+    param = ".".join(location) or None
+    if first["type"] == "missing":
+        return bad_field(param or name, "this field is required")
+    cause = first.get("ctx", {}).get("error")
+    if first["type"] == "value_error" and cause is not None:
+        return bad_field(name, str(cause))
+    field = model.model_fields.get(name)
+    bounds = _range_text(field.annotation if field else None, field.metadata if field else [])
+    if len(location) == 1 and bounds:
+        return bad_field(name, f"must be {bounds}, got {_shown(first['input'])}")
+    return bad_field(param or name, first["msg"])
+
+
+def _range_text(annotation: Any, metadata: list[Any]) -> str:
+    """Such as "a number in (0, 1]", from the bounds that the field declares."""
+    for part in getattr(annotation, "__args__", ()):  # the Annotated member of a union
+        metadata = [*metadata, *getattr(part, "__metadata__", ())]
+    kind = "an integer" if "int" in str(annotation) else "a number"
+    low = high = None
+    for item in metadata:
+        for bound in getattr(item, "metadata", [item]):  # FieldInfo holds its own list
+            match bound:
+                case annotated_types.Ge():
+                    low = f"[{bound.ge}"
+                case annotated_types.Gt():
+                    low = f"({bound.gt}"
+                case annotated_types.Le():
+                    high = f"{bound.le}]"
+    return f"{kind} in {low}, {high}" if low and high else ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    return quote(value) if isinstance(value, str) else str(value)[:64]

@@ -1,0 +1,168 @@
+"""uvicorn's HTTP protocol with limits on headers and connections, and a wire for streams.
+
+The wire lets a stream write its chunks straight to the transport, with no task woken per chunk;
+ASGI's send still carries the head and the end of the response. Knows bytes and timers; does not
+know requests' meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from duograph.server.errors import ApiError
+
+WIRE_EXTENSION = "duograph.wire"  # in scope["extensions"]
+
+HEADER_TIMEOUT_S = 10.0
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 100
+MAX_CONNECTIONS = 1024  # of one frontend process
+SLOW_READER_BYTES = 256 * 1024
+SLOW_READER_S = 30.0
+
+_REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large",
+            408: b"Request Timeout", 503: b"Service Unavailable"}  # fmt: skip
+
+
+class Wire(Protocol):
+    """The body of one running chunked response."""
+
+    def write_chunk(self, payload: bytes) -> bool:
+        """Queues one HTTP chunk. False if the client has gone, or has been cut off because it
+        reads too slowly."""
+
+    def cut(self) -> None:
+        """Drops the connection with all that waits."""
+
+
+class _HeaderLimitError(Exception):
+    """Headers too many or too long."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        self._stalled_since: float | None = None  # when unsent bytes were first seen
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(ApiError(503, "Too many connections", code="overloaded"))
+            return
+        self._arm_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm_header_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, _HeaderLimitError):
+                raise
+            self._refuse(
+                ApiError(
+                    431,
+                    f"Headers are limited to {MAX_HEADERS} lines and {MAX_HEADER_BYTES} bytes",
+                )
+            )
+        except httptools.HttpParserUpgrade:
+            self._refuse(ApiError(400, "Protocol upgrades are not served"))
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "This is not a valid HTTP request"))
+
+    # parser callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        if self._header_timer is None:
+            self._arm_header_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header_bytes(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header_bytes(len(name) + len(value))
+        if len(self.headers) >= MAX_HEADERS:
+            raise _HeaderLimitError
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._disarm_header_timer()
+        super().on_headers_complete()
+        # the request's task has not begun to run: it sees the extension
+        scope = cast(dict[str, Any], self.scope)
+        scope["extensions"] = {WIRE_EXTENSION: self}
+
+    # the wire
+
+    def write_chunk(self, payload: bytes) -> bool:
+        """See Wire. What an earlier turn of the event loop could not send still waits in the
+        transport, so its size before this write is what the client has not read."""
+        transport = self.transport
+        if transport.is_closing():
+            return False
+        waiting = transport.get_write_buffer_size()
+        if waiting == 0:
+            self._stalled_since = None
+        elif not self._keeps_up(waiting):
+            self.cut()
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+        return True
+
+    def cut(self) -> None:
+        self.transport.abort()
+
+    def _keeps_up(self, waiting: int) -> bool:
+        now = time.monotonic()
+        if self._stalled_since is None:
+            self._stalled_since = now
+        return waiting <= SLOW_READER_BYTES and now - self._stalled_since <= SLOW_READER_S
+
+    # limits
+
+    def _count_header_bytes(self, count: int) -> None:
+        self._header_bytes += count
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise _HeaderLimitError
+
+    def _arm_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._header_timeout)
+
+    def _disarm_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_timeout(self) -> None:
+        self._header_timer = None
+        self._refuse(ApiError(408, "The request's headers did not arrive in time"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers before there is a request that an application could answer."""
+        self._disarm_header_timer()
+        if self.transport.is_closing():
+            return
+        body = error.body()
+        head = (
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n"
+        )
+        self.transport.write(head % (error.status, _REASONS[error.status], len(body)) + body)
+        self.transport.close()

@@ -1,0 +1,234 @@
+"""From a request's body to its response: admission, validation, generation, answer.
+
+Knows the order of the steps and the process's state (starting, ready, draining); leaves each step
+to its own file. One instance per frontend process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from duograph.scheduler.messages import EngineInfo
+from duograph.server import errors
+from duograph.server.answers import AnswerHead, chat_answer, completion_answer
+from duograph.server.body import read_json_body
+from duograph.server.config import FrontendConfig
+from duograph.server.engine_client import EngineClient
+from duograph.server.generation import ChoicePlan, Generation
+from duograph.server.metrics import FrontendMetrics
+from duograph.server.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+)
+from duograph.server.sse import ChunkFormat, EventStream
+from duograph.server.tokenizer import Tokenizer
+from duograph.server.translate import Translator
+
+logger = logging.getLogger(__name__)
+
+ANY_MODEL = "default"  # accepted beside the served names
+
+
+CLIENT_GONE = 499  # a status for the log alone: there is nobody to answer
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    config: FrontendConfig
+    tokenizer: Tokenizer
+    translator: Translator
+    engine: EngineClient
+    metrics: FrontendMetrics
+    draining: bool = False
+    _generations: set[Generation] = field(default_factory=set)
+    _admitted: int = 0  # sequences of requests in work, also those that are being tokenized
+    _requests: int = 0
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # state
+
+    def unavailable(self) -> errors.ApiError | None:
+        """Why no request can be served now; None if it can."""
+        if self.draining:
+            return errors.draining()
+        if not self.engine.ready:
+            return errors.starting(self.progress())
+        if not self.engine.alive:
+            return errors.engine_dead()
+        return None
+
+    def progress(self) -> str:
+        """Such as "capturing decode 12/36"."""
+        status = self.engine.status
+        counts = f" {status.done}/{status.total}" if status.total else ""
+        return status.phase.replace("_", " ") + counts
+
+    @property
+    def info(self) -> EngineInfo:
+        """Only to be asked for while the engine is ready."""
+        assert self.engine.info is not None
+        return self.engine.info
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests and waits for the running ones; those that are left at the
+        timeout are ended with an error."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_idle()
+        except TimeoutError:
+            logger.warning("%d requests did not end in time", self._requests)
+            for generation in list(self._generations):
+                generation.fail(errors.draining())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):  # for the error events to be written
+                    await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        while self._requests:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # the two endpoints
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions. Raises ApiError."""
+        self._check_accepting()
+        parsed = parse_chat(await read_json_body(request, self.config.http.max_body_bytes))
+        self._check_model(parsed.model)
+        with self._admit(parsed.n) as admission:
+            plans = await self.translator.chat(parsed, self.info)
+            head = AnswerHead.new("chatcmpl", self.config.served_names[0])
+            return await self._answer(request.receive, parsed, plans, head, admission)
+
+    async def completion(self, request: Request) -> Response:
+        """POST /v1/completions. Raises ApiError."""
+        self._check_accepting()
+        parsed = parse_completion(await read_json_body(request, self.config.http.max_body_bytes))
+        self._check_model(parsed.model)
+        with self._admit(parsed.n) as admission:
+            plans = await self.translator.completion(parsed, self.info)
+            head = AnswerHead.new("cmpl", self.config.served_names[0])
+            return await self._answer(request.receive, parsed, plans, head, admission)
+
+    def _check_accepting(self) -> None:
+        """Before anything is read: a full or starting server answers at once."""
+        reason = self.unavailable()
+        if reason is not None:
+            raise reason
+        limit = self.info.max_running_requests + self.config.max_queue
+        if self._admitted >= limit or self.engine.heartbeat.waiting >= self.config.max_queue:
+            raise errors.overloaded()
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, ANY_MODEL, *self.config.served_names):
+            raise errors.model_not_found(str(name))
+
+    def _admit(self, sequences: int) -> _Admission:
+        self._check_accepting()  # others may have come while the body was read
+        self._admitted += sequences
+        self._requests += 1
+        return _Admission(self, sequences)
+
+    def _release(self, sequences: int) -> None:
+        self._admitted -= sequences
+        self._requests -= 1
+        if self._requests == 0:
+            self._idle.set()
+
+    async def _answer(
+        self,
+        receive: Receive,
+        request: ChatRequest | CompletionRequest,
+        plans: list[ChoicePlan],
+        head: AnswerHead,
+        admission: _Admission,
+    ) -> Response:
+        """A response to ``plans``. An error before its first byte is raised as ApiError."""
+        generation = Generation.begin(
+            plans,
+            client=self.engine,
+            tokenizer=self.tokenizer,
+            metrics=self.metrics,
+            streamed=request.stream,
+            cache_salt=request.cache_salt,
+        )
+        self._generations.add(generation)
+        watcher = asyncio.create_task(_watch(receive, generation))
+
+        def close() -> None:
+            watcher.cancel()
+            generation.abort()
+            self._generations.discard(generation)
+
+        admission.on_release(close)
+        await generation.started
+        if request.stream and generation.error is None and not generation.abandoned:
+            chunks = ChunkFormat(
+                head,
+                chat=isinstance(request, ChatRequest),
+                include_usage=request.include_usage,
+                continuous_usage=request.continuous_usage,
+                tokenizer=self.tokenizer,
+            )
+            return EventStream(generation, chunks, on_close=admission.hand_over())
+        await generation.done
+        if generation.abandoned:
+            return Response(status_code=CLIENT_GONE)
+        if generation.error is not None:
+            raise generation.error
+        make = chat_answer if isinstance(request, ChatRequest) else completion_answer
+        body = orjson.dumps(make(head, generation, self.tokenizer))
+        return Response(body, media_type="application/json")
+
+
+class _Admission:
+    """The place of one request. Given back at the end of the ``with`` block, or later by the
+    stream that it was handed over to."""
+
+    def __init__(self, serving: Serving, sequences: int) -> None:
+        self._serving = serving
+        self._sequences = sequences
+        self._callbacks: list[Callable[[], None]] = []
+        self._handed_over = False
+
+    def __enter__(self) -> _Admission:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._handed_over:
+            self._end()
+
+    def on_release(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def hand_over(self) -> Callable[[], None]:
+        """The place now belongs to the caller, who must call the result once."""
+        self._handed_over = True
+        return self._end
+
+    def _end(self) -> None:
+        for callback in self._callbacks:
+            callback()
+        self._serving._release(self._sequences)
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    """Ends the generation when its client has gone. The body has been read, so the next
+    message can be nothing else."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            generation.abandon()
+            return

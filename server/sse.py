@@ -1,0 +1,178 @@
+"""Server-sent events: the chunks of a streamed answer, and the response that carries them.
+
+The hot path of the frontend. A chunk is prepared bytes + the escaped text + prepared bytes; no
+dict and no task per token. Knows the OpenAI chunk shapes and the wire; knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from duograph.server.answers import AnswerHead, CompletionLogprobs, chat_logprobs
+from duograph.server.generation import Choice, Generation
+from duograph.server.protocol import SLOW_READER_S, WIRE_EXTENSION, Wire
+from duograph.server.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ChunkFormat:
+    """Bytes of the chunks of one answer; ``chat`` or completion."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        *,
+        chat: bool,
+        include_usage: bool,
+        continuous_usage: bool,
+        tokenizer: Tokenizer,
+    ) -> None:
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        fields = orjson.dumps(
+            {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+        )
+        self._head = b"data: " + fields[:-1] + b',"choices":['
+        self.chat = chat
+        self.include_usage = include_usage
+        self._continuous = continuous_usage
+        self._tokenizer = tokenizer
+        self._completion_logprobs: dict[int, CompletionLogprobs] = {}
+        self._tail = b"]}\n\n" if not include_usage else b'],"usage":null}\n\n'
+        opener = b'"delta":{"content":' if chat else b'"text":'
+        self._text_closer = b"}" if chat else b""
+        self._text_end = self._text_closer + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._openers = [self._head + b'{"index":%d,' % index + opener for index in range(128)]
+
+    def role(self, choice: Choice, generation: Generation) -> bytes:
+        """The first chunk of a chat choice."""
+        return b'%b{"index":%d,%b,"logprobs":null,"finish_reason":null}%b' % (
+            self._head,
+            choice.plan.index,
+            b'"delta":{"role":"assistant","content":""}',
+            self._end(generation),
+        )
+
+    def text(self, choice: Choice, text: str, generation: Generation) -> bytes:
+        opener = self._openers[choice.plan.index]
+        if choice.plan.sampling.logprobs is None and not self._continuous:
+            return opener + orjson.dumps(text) + self._text_end
+        return b'%b%b%b,"logprobs":%b,"finish_reason":null}%b' % (
+            opener,
+            orjson.dumps(text),
+            self._text_closer,
+            self._logprobs(choice),
+            self._end(generation),
+        )
+
+    def finish(self, choice: Choice, generation: Generation) -> bytes:
+        """The last chunk of a choice: an empty delta and the reason."""
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":"%b","matched_stop":%b}%b' % (
+            self._head,
+            choice.plan.index,
+            b'"delta":{}' if self.chat else b'"text":""',
+            self._logprobs(choice) if choice.entries else b"null",
+            str(choice.finish_reason).encode(),
+            orjson.dumps(choice.matched_stop),
+            self._end(generation),
+        )
+
+    def usage(self, generation: Generation) -> bytes:
+        """The chunk after all choices, with no choices."""
+        usage = orjson.dumps(generation.usage().as_dict())
+        return b'%b],"usage":%b}\n\n' % (self._head, usage)
+
+    def _end(self, generation: Generation) -> bytes:
+        if not self._continuous:
+            return self._tail
+        return b'],"usage":%b}\n\n' % orjson.dumps(generation.usage().as_dict())
+
+    def _logprobs(self, choice: Choice) -> bytes:
+        if choice.plan.sampling.logprobs is None:
+            return b"null"
+        if self.chat:
+            return orjson.dumps(chat_logprobs(choice, self._tokenizer))
+        index = choice.plan.index
+        if index not in self._completion_logprobs:
+            self._completion_logprobs[index] = CompletionLogprobs(choice, self._tokenizer)
+        return orjson.dumps(self._completion_logprobs[index].take())
+
+
+class EventStream(Response):
+    """The running response of one generation that has begun without an error."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, chunks: ChunkFormat, *, on_close: Callable[[], None]
+    ) -> None:
+        """``on_close`` is called once, when the response has been sent or given up."""
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(HEADERS)
+        self._generation = generation
+        self._chunks = chunks
+        self._on_close = on_close
+        self._opened = [False] * len(generation.choices)
+        self._open_choices = len(generation.choices)
+        self._wire: Wire | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._run(scope["extensions"][WIRE_EXTENSION], send)
+        finally:
+            self._on_close()
+
+    async def _run(self, wire: Wire, send: Send) -> None:
+        self._wire = wire
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(head)
+        self._generation.attach(self._write)
+        await self._generation.done
+        try:
+            async with asyncio.timeout(SLOW_READER_S):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            wire.cut()
+
+    def _write(self, choice: Choice, text: str) -> None:
+        """Called by the generation at every piece; runs within the engine client's turn."""
+        if choice.error is not None:
+            payload = b"data: " + choice.error.body() + b"\n\n"  # and no [DONE]: not a success
+        else:
+            payload = self._payload(choice, text)
+        if payload and self._wire is not None and not self._wire.write_chunk(payload):
+            self._generation.abort()
+
+    def _payload(self, choice: Choice, text: str) -> bytes:
+        index = choice.plan.index
+        if self._opened[index]:
+            if choice.finish_reason is None:  # the common case
+                return self._chunks.text(choice, text, self._generation) if text else b""
+            payload = b""
+        else:
+            self._opened[index] = True
+            payload = self._chunks.role(choice, self._generation) if self._chunks.chat else b""
+            text = choice.plan.echo_text + text
+        if text:
+            payload += self._chunks.text(choice, text, self._generation)
+        if choice.finish_reason is not None:
+            payload += self._chunks.finish(choice, self._generation)
+            self._open_choices -= 1
+            if self._open_choices == 0:
+                payload += (
+                    self._chunks.usage(self._generation) if self._chunks.include_usage else b""
+                )
+                payload += DONE
+        return payload

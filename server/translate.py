@@ -1,0 +1,304 @@
+"""OpenAI requests to engine requests: prompts to ids, fields to SamplingParams, limits.
+
+Knows the model's limits and defaults; does not know responses, sockets or the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from duograph.runners.sampling_params import SamplingParams
+from duograph.scheduler.messages import EngineInfo
+from duograph.server.chat import ChatTemplate, Message
+from duograph.server.errors import ApiError, bad_field, context_length_exceeded
+from duograph.server.generation import ChoicePlan
+from duograph.server.openai_schema import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+)
+from duograph.server.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16  # of the completions endpoint, by OpenAI
+
+_INT64 = 2**64
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a client gets that leaves the field out: generation_config.json, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> SamplingDefaults:
+        """Raises ValueError naming the file and the field."""
+        path = folder / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if document.get("do_sample") is False:
+            return cls(temperature=0.0)
+        values: dict[str, Any] = {}
+        for name in cls.__dataclass_fields__:
+            value = document.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{path}: {name} must be a number, got {value!r}")
+            values[name] = (int(value) or -1) if name == "top_k" else float(value)
+        defaults = cls(**values)
+        try:
+            SamplingParams(**values).validate(vocab_size=2**31)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return defaults
+
+
+@dataclass(frozen=True)
+class Translator:
+    """Request bodies that have passed the schema, to plans for the engine."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: SamplingDefaults
+    max_n: int
+
+    async def chat(self, request: ChatRequest, info: EngineInfo) -> list[ChoicePlan]:
+        """Raises ApiError 400."""
+        self._check_choices(request.n, 1)
+        continues = request.continue_final_message
+        adds_prompt = request.add_generation_prompt
+        input_ids = await self.template.encode(
+            [self._message(i, message) for i, message in enumerate(request.messages)],
+            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+            continue_final_message=continues,
+            variables=self._variables(request),
+        )
+        asked = request.max_completion_tokens
+        name = "max_completion_tokens" if asked is not None else "max_tokens"
+        max_tokens = self._max_tokens(
+            len(input_ids), asked if asked is not None else request.max_tokens, None, info,
+            param="messages",
+        )  # fmt: skip
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        sampling = self._sampling(request, max_tokens, logprobs, info, max_name=name)
+        return self._plans(request, [input_ids], sampling)
+
+    async def completion(self, request: CompletionRequest, info: EngineInfo) -> list[ChoicePlan]:
+        """Raises ApiError 400. Plans with no tokens to generate must not reach the engine."""
+        prompts = _prompts(request.prompt, info)
+        self._check_choices(request.n, len(prompts))
+        id_lists = [
+            await self.tokenizer.encode(prompt, add_special_tokens=True)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+        max_tokens = min(
+            self._max_tokens(
+                len(ids), request.max_tokens, DEFAULT_COMPLETION_TOKENS, info, param="prompt"
+            )
+            for ids in id_lists
+        )
+        sampling = self._sampling(request, max_tokens, request.logprobs, info)
+        echoes = [""] * len(prompts)
+        if request.echo:
+            echoes = [
+                prompt if isinstance(prompt, str)
+                else self.tokenizer.decode(
+                    prompt, skip_special_tokens=request.skip_special_tokens
+                )
+                for prompt in prompts
+            ]  # fmt: skip
+        return self._plans(request, id_lists, sampling, echoes)
+
+    def _plans(
+        self,
+        request: ChatRequest | CompletionRequest,
+        id_lists: list[list[int]],
+        sampling: SamplingParams,
+        echoes: Sequence[str] = ("",),
+    ) -> list[ChoicePlan]:
+        plans: list[ChoicePlan] = []
+        for input_ids, echo in zip(id_lists, echoes, strict=True):
+            for k in range(request.n):
+                plans.append(
+                    ChoicePlan(
+                        index=len(plans),
+                        input_ids=input_ids,
+                        sampling=msgspec.structs.replace(
+                            sampling, seed=choice_seed(request.seed, k)
+                        ),
+                        stops=tuple(request.stop),
+                        keep_stop_text=request.keeps_stop_text,
+                        skip_special_tokens=request.skip_special_tokens,
+                        echo_text=echo,
+                    )
+                )
+        return plans
+
+    def _check_choices(self, n: int, prompts: int) -> None:
+        if n > self.max_n:
+            raise bad_field("n", f"must be an integer in [1, {self.max_n}], got {n}")
+        if n * prompts > MAX_CHOICES:
+            raise bad_field("n", f"n x prompts must be at most {MAX_CHOICES}, got {n} x {prompts}")
+
+    def _message(self, index: int, message: ChatMessage) -> Message:
+        param = f"messages.{index}.content"
+        fields = message.model_dump(exclude_none=True)
+        if message.content is None:
+            if not message.tool_calls:
+                raise bad_field(param, "this field is required")
+            return fields
+        fields["content"] = self._content(message.content, param)
+        return fields
+
+    def _content(self, content: Any, param: str) -> str:
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list) or not content:
+            raise bad_field(param, "must be a string or a non-empty list of text parts")
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise bad_field(param, 'only parts with type "text" are served')
+            if not isinstance(part.get("text"), str):
+                raise bad_field(param, "a text part needs the string field text")
+            texts.append(part["text"])
+        return self.template.part_separator.join(texts)
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        variables = dict(request.chat_template_kwargs)
+        if request.reasoning_effort is not None and self.template.reads("reasoning_effort"):
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        return variables
+
+    def _max_tokens(
+        self,
+        prompt_tokens: int,
+        asked: int | None,
+        default: int | None,
+        info: EngineInfo,
+        *,
+        param: str,
+    ) -> int:
+        """How many tokens to generate: what was asked for if it fits, else what is left."""
+        limit = min(info.context_length, info.max_total_num_tokens)
+        room = limit - prompt_tokens
+        if prompt_tokens == 0:
+            raise bad_field(param, "must not be empty")
+        if room < (1 if asked is None else asked) or (asked != 0 and room < 1):
+            raise context_length_exceeded(
+                context_length=limit, prompt_tokens=prompt_tokens, max_tokens=asked, param=param
+            )
+        if asked is not None:
+            return asked
+        return room if default is None else min(default, room)
+
+    def _sampling(
+        self,
+        request: ChatRequest | CompletionRequest,
+        max_tokens: int,
+        logprobs: int | None,
+        info: EngineInfo,
+        *,
+        max_name: str = "max_tokens",
+    ) -> SamplingParams:
+        vocab_size = info.vocab_size
+        if request.min_tokens > max_tokens:
+            raise bad_field(
+                "min_tokens", f"must be at most {max_name} ({max_tokens}), got {request.min_tokens}"
+            )
+        top_k = self.defaults.top_k if request.top_k is None else request.top_k
+        if request.top_k is not None and request.top_k > vocab_size:
+            raise bad_field("top_k", f"must be -1 or an integer in [0, {vocab_size}], got {top_k}")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(request, name):
+                if not 0 <= token < vocab_size:
+                    raise bad_field(
+                        name, f"token ids must be in [0, {vocab_size - 1}], got {token}"
+                    )
+
+        def chosen(name: str) -> float:
+            value = getattr(request, name)
+            return float(getattr(self.defaults, name) if value is None else value)
+
+        return SamplingParams(
+            max_new_tokens=max_tokens,
+            min_new_tokens=request.min_tokens,
+            temperature=chosen("temperature"),
+            top_p=chosen("top_p"),
+            top_k=-1 if top_k < 1 else min(top_k, vocab_size),
+            min_p=chosen("min_p"),
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=chosen("repetition_penalty"),
+            logit_bias=request.logit_bias,
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            logprobs=logprobs,
+        )
+
+
+def choice_seed(seed: int | None, k: int) -> int:
+    """The seed of choice ``k``: the client's own for the first, drawn if there is none.
+
+    Later ones are spread by the 64-bit golden ratio, as in SplitMix64 (Steele et al. 2014), so
+    that choice 1 of seed 7 is not choice 0 of seed 8."""
+    if seed is None:
+        return secrets.randbits(63)
+    mixed = (seed + k * 0x9E3779B97F4A7C15) % _INT64
+    return mixed - _INT64 if mixed >= _INT64 // 2 else mixed
+
+
+def _prompts(value: Any, info: EngineInfo) -> list[str | list[int]]:
+    """The four forms: a string, strings, token ids, lists of token ids."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif isinstance(value, list) and value:
+        prompts = [value] if type(value[0]) is int else value
+    else:
+        raise bad_field("prompt", "must be a non-empty string, list of strings or token ids")
+    if len(prompts) > MAX_PROMPTS:
+        raise bad_field("prompt", f"must be at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+    kinds = {type(prompt) for prompt in prompts}
+    if kinds not in ({str}, {list}):
+        raise bad_field("prompt", "must be strings only or lists of token ids only")
+    for prompt in prompts:
+        if not prompt:
+            raise bad_field("prompt", "must not be empty")
+        if isinstance(prompt, list):
+            _check_ids(prompt, info)
+    return prompts
+
+
+def _check_ids(ids: list[Any], info: EngineInfo) -> None:
+    if len(ids) > info.context_length:
+        raise context_length_exceeded(
+            context_length=info.context_length,
+            prompt_tokens=len(ids),
+            max_tokens=None,
+            param="prompt",
+        )
+    if set(map(type, ids)) != {int}:
+        raise ApiError(400, "prompt: token ids must be integers", param="prompt")
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        raise bad_field("prompt", f"token ids must be in [0, {info.vocab_size - 1}]")
