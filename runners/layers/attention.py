@@ -1,0 +1,121 @@
+"""The two opaque ops of an attention layer, and the layer module that calls them.
+
+The ops take no per-step tensor: they find the batch, the pool and the kernels in the forward
+context, so that the compiled forward is the same for every step. Only ``attention`` splits the
+prefill graph; rotating and writing keys is the same work per row whatever the batch is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from duograph.kernels import fused
+from duograph.kernels.custom_op import register_custom_op
+from duograph.runners import forward_context
+from duograph.runners.batch import ForwardMode
+from duograph.runners.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from duograph.runners.layers.norm import RMSNorm
+from duograph.runners.layers.weights import SINGLE, TPGroup
+from duograph.runners.model_config import ModelConfig
+
+
+@register_custom_op("rope_and_cache", mutates=("q", "k"))
+def rope_and_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer_id: int
+) -> None:
+    """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place and writes k and
+    v to the layer's pool at the context's ``out_cache_loc``. positions: int64 [T]."""
+    context = forward_context.current()
+    fused.rope_and_cache(
+        q,
+        k,
+        v,
+        positions,
+        context.cos_sin,
+        context.kv_pool.k[layer_id],
+        context.kv_pool.v[layer_id],
+        context.meta.out_cache_loc,
+    )
+
+
+@register_custom_op("attention", mutates=("out",), split_point=True)
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int
+) -> None:
+    """Writes to ``out`` [T, heads, head_dim] what q attends to in the layer's pool.
+
+    k and v are in the pool already; they are arguments so that the op comes after the write
+    in every trace.
+    """
+    context = forward_context.current()
+    run = context.backend.decode if context.mode is ForwardMode.DECODE else context.backend.extend
+    scale = q.shape[-1] ** -0.5
+    pool = context.kv_pool
+    run(q, pool.k[layer_id], pool.v[layer_id], context.meta, out, scale)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions, optionally with q/k norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TPGroup = SINGLE,
+    ) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.head_dim = config.head_dim
+        self.num_heads = tp.shard(config.num_heads, "num_attention_heads")
+        self.num_kv_heads = tp.shard(config.num_kv_heads, "num_key_value_heads")
+        kv_size = config.num_kv_heads * config.head_dim
+        self.qkv_proj = MergedColumnParallelLinear(
+            config.hidden_size,
+            {
+                "q_proj": config.num_heads * config.head_dim,
+                "k_proj": kv_size,
+                "v_proj": kv_size,
+            },
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+            tp=tp,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.o_bias,
+            dtype=dtype,
+            device=device,
+            tp=tp,
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_eps, dtype=dtype, device=device)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """hidden [T, hidden_size], positions int64 [T]; returns [T, hidden_size]."""
+        q, k, v = self.qkv_proj(hidden).split(
+            (
+                self.num_heads * self.head_dim,
+                self.num_kv_heads * self.head_dim,
+                self.num_kv_heads * self.head_dim,
+            ),
+            dim=-1,
+        )
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rope_and_cache(q, k, v, positions, self.layer_id)
+        # Allocated here, in the piece before the split op, so that its address is stable.
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        attention(q, k, v, out, self.layer_id)
+        return self.o_proj(out.flatten(-2))

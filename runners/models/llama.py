@@ -1,0 +1,128 @@
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3 (dense) in one file.
+
+They differ in two flags of ``ModelConfig``: a bias on the qkv projection (Qwen2) and a norm on
+each query and key head (Qwen3). The file reads like the paper; where weights come from and how
+a batch is laid out in memory is not known here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from duograph.kernels import packed_linear
+from duograph.runners.layers.block import DecoderBlock
+from duograph.runners.layers.embedding import LMHead, VocabParallelEmbedding
+from duograph.runners.layers.norm import RMSNorm
+from duograph.runners.layers.rotary import cos_sin_cache
+from duograph.runners.layers.weights import SINGLE, Packable, TPGroup
+from duograph.runners.model_config import ModelConfig
+
+
+class LlamaModel(nn.Module):
+    """Tokens to hidden states: the part that torch.compile traces."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TPGroup = SINGLE,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device, tp=tp
+        )
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, layer_id, dtype=dtype, device=device, tp=tp)
+            for layer_id in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps, dtype=dtype, device=device)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [T], int64 [T] to hidden states [T, hidden_size], normed."""
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, positions)
+        hidden, _ = self.norm.add(hidden, residual)
+        return hidden
+
+
+class CausalLM(nn.Module):
+    """A model and its head.
+
+    Attributes:
+        activation_dtype: dtype of hidden states and of the KV pool that suits them best.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TPGroup = SINGLE,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_dtype = dtype
+        self.model = LlamaModel(config, dtype=dtype, device=device, tp=tp)
+        self.lm_head = LMHead(
+            config.vocab_size,
+            config.hidden_size,
+            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
+            dtype=dtype,
+            device=device,
+            tp=tp,
+        )
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] to float32 [n, vocab_size]."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+    def cos_sin(self, device: torch.device) -> torch.Tensor:
+        """float32 [context_length, head_dim], the rotary table of this model."""
+        return cos_sin_cache(
+            self.config.rope,
+            head_dim=self.config.head_dim,
+            context_length=self.config.context_length,
+            device=device,
+        )
+
+    def pack_for_cpu(self) -> bool:
+        """Changes 16-bit linear layers on CPU to the packed kernel, and activations to float32.
+
+        All layers or none, since the activations between them have one dtype. Call it once,
+        after loading. Returns whether it did: not on other devices, not in float32, not where
+        torch lacks the kernel, and not if a weight exceeds float16's range.
+        """
+        parameter = next(self.parameters())
+        layers = [module for module in self.modules() if isinstance(module, Packable)]
+        if (
+            parameter.device.type != "cpu"
+            or self.activation_dtype == torch.float32
+            or not packed_linear.is_available()
+            or not all(layer.can_pack() for layer in layers)
+        ):
+            return False
+        for layer in layers:
+            layer.pack()
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.float()
+        self.model.embed_tokens.output_dtype = torch.float32
+        self.activation_dtype = torch.float32
+        return True
+
+
+def create_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, tp: TPGroup = SINGLE
+) -> CausalLM:
+    """The model with uninitialised weights.
+
+    Raises:
+        ValueError: heads or layers do not divide over the tensor-parallel ranks.
+    """
+    return CausalLM(config, dtype=dtype, device=device, tp=tp)
