@@ -103,6 +103,8 @@ class ForwardOutput:
 
     logits: torch.Tensor  # float32 [bs, vocab], raw
     tokens: torch.Tensor | None  # int64 [bs] if plain sampling ran inside the graph
+    rows: torch.Tensor  # int64 [bs], the batch's request rows on the device
+    seq_lens: torch.Tensor  # int32 [bs], on the device
 
 
 class StepOutput:

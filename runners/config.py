@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class ConfigError(ValueError):
+    """A flag that cannot be honoured here; the message names it."""
+
+
 def option(
     default: Any,
     help: str,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from duograph.runners.batch import ForwardBatch, RowInit
+from duograph.runners.upload import upload
 
 DUMMY_ROW = 0
 
@@ -96,9 +97,4 @@ class RequestTable:
             self.output_counts[init.row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def _upload(self, values: list[int] | list[list[float]], dtype: torch.dtype) -> torch.Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return host
-        # The caching host allocator keeps a pinned block until the copies from it have run,
-        # so dropping `host` right after an asynchronous copy is safe.
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return upload(values, dtype, self.device)

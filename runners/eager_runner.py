@@ -1,0 +1,43 @@
+"""The plain forward, op by op: what a step falls back to and what graphs are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from duograph.runners.batch import ForwardBatch, ForwardMode, ForwardOutput
+from duograph.runners.forward_context import use_context
+from duograph.runners.parts import RunnerParts, check_extend, last_rows
+
+
+class EagerRunner:
+    """Runs any batch, of any size, without padding. Sampling is left to the sampler."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._parts = parts
+
+    def run(self, batch: ForwardBatch) -> ForwardOutput:
+        """Logits of the last row of each sequence.
+
+        Raises:
+            ValueError: an extend batch whose lengths do not add up.
+        """
+        parts = self._parts
+        rows = parts.on_device(batch.req_pool_indices)
+        seq_lens = parts.on_device(batch.seq_lens)
+        positions = parts.on_device(batch.positions)
+        locations = parts.on_device(batch.out_cache_loc)
+        if batch.mode is ForwardMode.DECODE:
+            input_ids = parts.table.next_tokens[rows]
+            context = parts.decode_context(rows, seq_lens, locations)
+        else:
+            check_extend(batch)
+            assert batch.input_ids is not None
+            input_ids = parts.on_device(batch.input_ids)
+            context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens)
+        parts.attention.prepare(context.meta)
+        with torch.no_grad(), use_context(context):
+            hidden = parts.model.model(input_ids, positions)
+            if batch.mode is ForwardMode.EXTEND:
+                hidden = hidden[last_rows(context)]
+            logits = parts.model.compute_logits(hidden)
+        return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)

@@ -1,0 +1,120 @@
+"""What every runner works with, and the forward contexts made from it.
+
+One model, one set of tables and buffers, one KV pool. This file knows no graph: it only says
+how a step looks to the layer ops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from duograph.kernels.attention.base import AttentionBackend, AttentionMetadata
+from duograph.runners.batch import ForwardBatch, ForwardMode
+from duograph.runners.buffers import GraphInputBuffers
+from duograph.runners.forward_context import ForwardContext
+from duograph.runners.kv_pool import KVPool
+from duograph.runners.request_table import RequestTable
+from duograph.runners.upload import upload
+
+
+class Transformer(Protocol):
+    """The part of a model that graphs and pieces are made of."""
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]."""
+
+
+class CausalLM(Protocol):
+    """What the runners need of a model."""
+
+    @property
+    def model(self) -> Transformer: ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> float32 [n, vocab_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """The collaborators that the runners of one worker share.
+
+    ``cos_sin`` is the model's rotary table, float32 [context_length, head_dim].
+    """
+
+    model: CausalLM
+    cos_sin: torch.Tensor
+    table: RequestTable
+    buffers: GraphInputBuffers
+    kv_pool: KVPool
+    attention: AttentionBackend
+    device: torch.device
+
+    def decode_context(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor
+    ) -> ForwardContext:
+        """One query row per sequence; all tensors on the device, [bs]."""
+        meta = AttentionMetadata(
+            page_table=self.table.page_table,
+            req_pool_indices=rows,
+            seq_lens=seq_lens,
+            out_cache_loc=out_cache_loc,
+            page_size=self.kv_pool.page_size,
+        )
+        return self._context(meta, ForwardMode.DECODE)
+
+    def extend_context(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        extend_lens: list[int],
+    ) -> ForwardContext:
+        """``extend_lens[i]`` query rows of sequence i, one sequence after the other.
+
+        ``out_cache_loc`` may be longer than their sum: the rest are padding tokens, which are
+        written to their slots and left alone by attention.
+        """
+        starts = upload([0, *accumulate(extend_lens)], torch.int32, self.device)
+        meta = AttentionMetadata(
+            page_table=self.table.page_table,
+            req_pool_indices=rows,
+            seq_lens=seq_lens,
+            out_cache_loc=out_cache_loc,
+            page_size=self.kv_pool.page_size,
+            query_start_loc=starts,
+            max_extend_len=max(extend_lens),
+            num_real_tokens=sum(extend_lens),
+        )
+        return self._context(meta, ForwardMode.EXTEND)
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _context(self, meta: AttentionMetadata, mode: ForwardMode) -> ForwardContext:
+        return ForwardContext(
+            meta=meta,
+            mode=mode,
+            kv_pool=self.kv_pool,
+            backend=self.attention,
+            cos_sin=self.cos_sin,
+        )
+
+
+def last_rows(context: ForwardContext) -> torch.Tensor:
+    """int64 [bs]: the last query row of each sequence of an extend step."""
+    assert context.meta.query_start_loc is not None
+    return context.meta.query_start_loc[1:].long() - 1
+
+
+def check_extend(batch: ForwardBatch) -> None:
+    """Raises ValueError if an extend batch is malformed in a way that would corrupt memory."""
+    if batch.input_ids is None:
+        raise ValueError("an extend batch needs input_ids")
+    if sum(batch.extend_lens) != batch.num_tokens or min(batch.extend_lens) < 1:
+        raise ValueError(
+            f"extend_lens {batch.extend_lens} do not add up to {batch.num_tokens} tokens"
+        )

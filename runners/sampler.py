@@ -1,0 +1,149 @@
+"""Logits to tokens, after a forward or inside the decode graph.
+
+Plain rows (greedy or temperature) are sampled by ``sample_plain``, which the decode graph
+contains. A batch in which some row asks for more (top-k, top-p, min-p, penalties, bias) is
+sampled again by ``finish`` from the same logits; a plain row gets the same token both times,
+because the random numbers depend on nothing but its seed and position. Penalty counts live on
+the device, so the next step can be launched before the host has seen the token. This file
+knows no graph and no request, only rows of the request table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from duograph.kernels import sampling
+from duograph.runners.batch import (
+    ForwardBatch,
+    ForwardOutput,
+    SamplingBatch,
+    StepResult,
+    TokenLogprobs,
+)
+from duograph.runners.request_table import RequestTable
+from duograph.runners.upload import upload
+
+
+@dataclass(slots=True)
+class LogprobTensors:
+    """Of the rows that asked, in the order of ``wanted``: batch index and number of best."""
+
+    wanted: list[tuple[int, int]]
+    chosen: torch.Tensor  # float32 [m]
+    top_ids: torch.Tensor  # int64 [m, k of the greediest]
+    top_logprobs: torch.Tensor  # float32, likewise
+
+
+@dataclass(slots=True)
+class SampledStep:
+    """The result of a step as tensors, on the device or (see ``streams.py``) on the host."""
+
+    step_id: int
+    tokens: torch.Tensor  # int64 [bs]
+    logprobs: LogprobTensors | None
+
+    def to_result(self) -> StepResult:
+        """Reads the tensors, which must be complete and on the host."""
+        found: dict[int, TokenLogprobs] = {}
+        if self.logprobs is not None:
+            columns = (
+                self.logprobs.chosen.tolist(),
+                self.logprobs.top_ids.tolist(),
+                self.logprobs.top_logprobs.tolist(),
+            )
+            for (index, k), chosen, ids, values in zip(self.logprobs.wanted, *columns, strict=True):
+                found[index] = TokenLogprobs(chosen, ids[:k], values[:k])
+        return StepResult(self.step_id, self.tokens.tolist(), found)
+
+
+class Sampler:
+    """Works on one request table."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+
+    def sample_plain(
+        self, logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """Greedy or by temperature, as each row's request says; graph-safe.
+
+        Args:
+            logits: float32 [n, vocab]. rows: int64 [n]. seq_lens: int32 [n], the position of
+                the token to be sampled.
+        Returns:
+            int64 [n].
+        """
+        return self._sample(logits, rows, seq_lens, filtered=False)
+
+    def finish(self, batch: ForwardBatch, output: ForwardOutput) -> SampledStep:
+        """The tokens of a step, left in ``next_tokens`` too, with counts and logprobs."""
+        wishes = batch.sampling
+        tokens = output.tokens
+        if wishes.filtered or wishes.penalized or wishes.bias:
+            logits = self._adjusted(output, wishes)
+            tokens = self._sample(logits, output.rows, output.seq_lens, filtered=wishes.filtered)
+        elif tokens is None:
+            tokens = self.sample_plain(output.logits, output.rows, output.seq_lens)
+        if tokens is not output.tokens:  # a graph has stored its own
+            self._table.next_tokens.index_copy_(0, output.rows, tokens)
+        if wishes.penalized:
+            self._count(output.rows, tokens, wishes.penalized)
+        return SampledStep(batch.step_id, tokens, self._logprobs(output.logits, tokens, wishes))
+
+    def _sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, *, filtered: bool
+    ) -> torch.Tensor:
+        table = self._table
+        return sampling.sample(
+            logits,
+            temperature=table.temperature[rows],
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+            min_p=table.min_p[rows],
+            seed=table.seed[rows],
+            position=seq_lens.long(),
+            filtered=filtered,
+        )
+
+    def _adjusted(self, output: ForwardOutput, wishes: SamplingBatch) -> torch.Tensor:
+        """Logits with penalties and bias; the raw ones are still needed for logprobs."""
+        if not wishes.penalized and not wishes.bias:
+            return output.logits
+        logits = output.logits.clone()
+        table, device = self._table, logits.device
+        if wishes.penalized:
+            index = upload(wishes.penalized, torch.int64, device)
+            rows = output.rows[index]
+            logits[index] = sampling.apply_penalties(
+                logits[index],
+                output_counts=table.output_counts[rows],
+                in_prompt=table.prompt_mask[rows],
+                presence=table.presence[rows],
+                frequency=table.frequency[rows],
+                repetition=table.repetition[rows],
+            )
+        if wishes.bias:
+            cells = [(i, t, v) for i, bias in wishes.bias.items() for t, v in bias.items()]
+            places = upload([[i, t] for i, t, _ in cells], torch.int64, device)
+            values = upload([value for _, _, value in cells], torch.float32, device)
+            sampling.add_logit_bias(logits, places[:, 0], places[:, 1], values)
+        return logits
+
+    def _count(self, rows: torch.Tensor, tokens: torch.Tensor, penalized: list[int]) -> None:
+        counts = self._table.output_counts
+        index = upload(penalized, torch.int64, rows.device)
+        where = rows[index] * counts.shape[1] + tokens[index]
+        counts.view(-1).index_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, wishes: SamplingBatch
+    ) -> LogprobTensors | None:
+        if not wishes.logprobs:
+            return None
+        wanted = list(wishes.logprobs.items())
+        index = upload([i for i, _ in wanted], torch.int64, logits.device)
+        k = max(k for _, k in wanted)
+        chosen, top_ids, top_logprobs = sampling.top_logprobs(logits[index], tokens[index], k)
+        return LogprobTensors(wanted, chosen, top_ids, top_logprobs)
