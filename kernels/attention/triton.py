@@ -72,10 +72,10 @@ def default_extend_tile(head_dim: int, dtype: torch.dtype, rows: int) -> TileCon
     """``rows``: query rows, group included, of the longest sequence in the step."""
     if dtype.itemsize > 2:
         return TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
-    if rows <= 64:
-        return TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if head_dim > 128:
         return TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=2)
+    if rows <= 64:
+        return TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
     return TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 
 
@@ -148,8 +148,6 @@ class TritonBackend:
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": block_d,
             "BLOCK_N": tile.block_n,
-            "NUM_SPLITS": plan.num_splits,
-            "MIN_CHUNK": plan.min_chunk,
         }
         _decode_kernel[(self.num_kv_heads, bs, plan.num_splits)](
             q,
@@ -166,6 +164,8 @@ class TritonBackend:
             *v_cache.stride()[:2],
             *out.stride()[:2],
             meta.page_table.stride(0),
+            plan.num_splits,
+            plan.min_chunk,
             scale * _LOG2_E,
             GROUP=self.group,
             BLOCK_G=max(_MIN_DOT_ROWS, triton.next_power_of_2(self.group)),
@@ -181,6 +181,8 @@ class TritonBackend:
                 meta.seq_lens,
                 out,
                 *out.stride()[:2],
+                plan.num_splits,
+                plan.min_chunk,
                 NUM_Q_HEADS=self.num_q_heads,
                 BLOCK_S=triton.next_power_of_2(plan.num_splits),
                 num_warps=4 if plan.num_splits > 8 else 1,
@@ -279,12 +281,12 @@ def _multiprocessors(device: torch.device) -> int:
 @triton.jit
 def _chunk_of(
     seq_len: tl.tensor,
-    NUM_SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
+    num_splits: tl.tensor,
+    min_chunk: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
     """Tokens per split, a multiple of BLOCK_N. Decode and join must agree on it."""
-    chunk = tl.maximum(tl.cdiv(seq_len, NUM_SPLITS), MIN_CHUNK)
+    chunk = tl.maximum(tl.cdiv(seq_len, num_splits), min_chunk)
     return tl.cdiv(chunk, BLOCK_N) * BLOCK_N
 
 
@@ -373,9 +375,11 @@ def _attend_tile(
 # Only pointers to metadata: their alignment may differ between the eager step and the static
 # buffers of a graph, and a second compiled variant would stall a request for seconds.
 _METADATA_ARGS = ["page_table", "req_rows", "seq_lens"]
+# Differ by batch size; as constants they would cost a compilation each.
+_SPLIT_ARGS = ["num_splits", "min_chunk"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_METADATA_ARGS)
+@triton.jit(do_not_specialize=_SPLIT_ARGS, do_not_specialize_on_alignment=_METADATA_ARGS)
 def _decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -395,6 +399,8 @@ def _decode_kernel(
     out_stride_t: tl.tensor,
     out_stride_h: tl.tensor,
     table_stride: tl.tensor,
+    num_splits: tl.tensor,
+    min_chunk: tl.tensor,
     qk_scale: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -402,8 +408,6 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
 ) -> None:
     """Grid (KV heads, bs, splits). Heads run fastest: their rows of a slot are neighbours in
     memory. Empty splits come last, where they fill the tail of the launch."""
@@ -411,7 +415,7 @@ def _decode_kernel(
     seq = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens + seq)
-    chunk = _chunk_of(seq_len, NUM_SPLITS, MIN_CHUNK, BLOCK_N)
+    chunk = _chunk_of(seq_len, num_splits, min_chunk, BLOCK_N)
     start = split * chunk
     if start >= seq_len:
         return
@@ -460,12 +464,12 @@ def _decode_kernel(
         tl.store(out_ptrs + dims[None, :], result.to(out.dtype.element_ty), mask=cells)
     else:
         total_heads = tl.num_programs(0) * GROUP
-        cell = (seq * total_heads + heads) * NUM_SPLITS + split
+        cell = (seq * total_heads + heads) * num_splits + split
         tl.store(partial + cell[:, None] * HEAD_DIM + dims[None, :], result, mask=cells)
         tl.store(lse + cell, row_max + tl.log2(row_sum), mask=groups < GROUP)
 
 
-@triton.jit(do_not_specialize_on_alignment=["seq_lens", "lse"])
+@triton.jit(do_not_specialize=_SPLIT_ARGS, do_not_specialize_on_alignment=["seq_lens", "lse"])
 def _join_kernel(
     partial: tl.tensor,
     lse: tl.tensor,
@@ -473,25 +477,25 @@ def _join_kernel(
     out: tl.tensor,
     out_stride_t: tl.tensor,
     out_stride_h: tl.tensor,
+    num_splits: tl.tensor,
+    min_chunk: tl.tensor,
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
 ) -> None:
     """Grid (query heads, bs): joins the live splits of one head of one sequence."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     seq_len = tl.load(seq_lens + seq)
-    chunk = _chunk_of(seq_len, NUM_SPLITS, MIN_CHUNK, BLOCK_N)
+    chunk = _chunk_of(seq_len, num_splits, min_chunk, BLOCK_N)
     if chunk >= seq_len:
         return
     splits = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
     live = splits < tl.cdiv(seq_len, chunk)
-    cell = (seq * NUM_Q_HEADS + head) * NUM_SPLITS + splits
+    cell = (seq * NUM_Q_HEADS + head) * num_splits + splits
     logs = tl.load(lse + cell, mask=live, other=float("-inf"))
     weights = tl.exp2(logs - tl.max(logs, 0))
     weights = weights / tl.sum(weights, 0)
