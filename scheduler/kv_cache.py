@@ -2,13 +2,13 @@
 
 A ``PageLease`` is what one request holds. Its pages, in order of position, are
 
-    [0, shared)          tokens the tree also knows; protected by the lease's lock on the tree.
-                         The page is the tree's, or the lease's own copy (``copies``) where
-                         another request published the same tokens first.
+    [0, shared)          the tree's, protected by the lease's lock on it
     [shared, len(pages)) the lease's own
 
-Free + held by leases + in the tree = all pages but the dummy. Knows no request state and no
-policy; ``available`` is all a policy needs to ask.
+Free + held by leases + in the tree = all pages but the dummy. A page is never kept twice: when
+a prefix is published that the tree has meanwhile got from another request, the lease changes
+over to the tree's pages, or a request could hold more than its length and starve itself. Knows
+no request state and no policy; ``available`` is all a policy needs to ask.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from duograph.scheduler.radix_cache import Node, RadixCache
 class PageLease:
     """Pages of one request. Only KVCache changes it."""
 
-    __slots__ = ("copies", "end", "num_cached_pages", "pages", "shared")
+    __slots__ = ("end", "num_cached_pages", "pages", "shared")
 
     def __init__(self, pages: list[int], end: Node | None, shared: int) -> None:
         self.pages = pages
         self.end = end  # locked node of the tree, or None
         self.shared = shared
-        self.copies: list[int] = []
         self.num_cached_pages = shared  # found in the tree when the lease was opened
 
     @property
     def num_own_pages(self) -> int:
         """Pages that only this lease holds."""
-        return len(self.pages) - self.shared + len(self.copies)
+        return len(self.pages) - self.shared
 
 
 class KVCache:
@@ -91,34 +90,41 @@ class KVCache:
             lease.pages.append(page)
         return True
 
-    def publish(self, lease: PageLease, namespace: str, key: bytes) -> None:
-        """Lets others find the whole pages of ``key``, whose keys and values are computed."""
+    def publish(self, lease: PageLease, namespace: str, key: bytes) -> list[tuple[int, int]]:
+        """Lets others find the whole pages of ``key``, whose keys and values are computed.
+
+        Returns (position in the lease, page) where the lease's page was exchanged for one of
+        the tree's with the same content; its own is free then.
+        """
         count = len(key) // (4 * self.page_size)
         if not self._prefix_cache or count <= lease.shared:
-            return
-        page_bytes = 4 * self.page_size
+            return []
         mine = lease.pages[:count]
-        end, theirs = self.tree.insert(namespace, key[: count * page_bytes], mine)
+        end, theirs = self.tree.insert(namespace, key[: count * 4 * self.page_size], mine)
         if lease.end is not None:
             self.tree.unlock(lease.end)
-        lease.copies = [own for own, tree in zip(mine, theirs, strict=True) if own != tree]
         lease.end, lease.shared = end, count
+        if mine == theirs:
+            return []
+        lease.pages[:count] = theirs
+        exchanged = [at for at in range(count) if mine[at] != theirs[at]]
+        self.pool.free([mine[at] for at in exchanged])
+        return [(at, theirs[at]) for at in exchanged]
 
     def close(self, lease: PageLease, computed_tokens: int) -> list[int]:
         """Ends the lease. Returns the pages that a step in flight may still write, from the one
         after the last whole computed page on; they go to ``pool.free`` when that step is over."""
         whole = max(computed_tokens // self.page_size, lease.shared)
         late = lease.pages[whole:]
-        self.pool.free(lease.copies)
         self.pool.free(lease.pages[lease.shared : whole])
         if lease.end is not None:
             self.tree.unlock(lease.end)
-        lease.pages, lease.copies, lease.end, lease.shared = [], [], None, 0
+        lease.pages, lease.end, lease.shared = [], None, 0
         return late
 
     def check(self, leases: list[PageLease], late: list[int]) -> None:
         """Raises AssertionError unless every page is in exactly one place."""
-        held = [page for lease in leases for page in (*lease.copies, *lease.pages[lease.shared :])]
+        held = [page for lease in leases for page in lease.pages[lease.shared :]]
         everywhere = self.pool.free_pages() + self.tree.check() + held + late
         if sorted(everywhere) != list(range(1, self.pool.num_pages)):
             raise AssertionError(

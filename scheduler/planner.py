@@ -45,6 +45,7 @@ class Planner:
             self._extends_in_a_row + 1 if plan.is_extend and decode_waits else 0
         )
         self._next_step_id += 1
+        plan.page_updates += self._queues.take_exchanged()
         return plan
 
     def _new_plan(self, *, is_extend: bool) -> Plan:

@@ -26,6 +26,7 @@ class Queues:
         self.running: list[Request] = []  # decodes
         self.free_rows = list(range(limits.max_running_requests, 0, -1))  # row 0 is the dummy
         self.in_flight: deque[Plan] = deque()  # launched and not committed, oldest first
+        self.exchanged: list[tuple[Request, int, int]] = []  # column, page; see take_exchanged
         self.retractions = 0
 
     @property
@@ -44,6 +45,23 @@ class Queues:
 
     def is_in_flight(self, request: Request) -> bool:
         return bool(self.in_flight) and request.last_step >= self.in_flight[0].step_id
+
+    def publish(self, request: Request) -> None:
+        """The request's whole prefix has been computed: others may share its pages."""
+        if request.lease is not None and request.state is RequestState.DECODE:
+            changes = self.kv.publish(request.lease, request.cache_salt, request.key)
+            self.exchanged += [(request, column, page) for column, page in changes]
+
+    def take_exchanged(self) -> list[tuple[int, int, int]]:
+        """(row, column, page) that the device must learn, of requests that still hold them."""
+        if not self.exchanged:
+            return []
+        exchanged, self.exchanged = self.exchanged, []
+        return [
+            (request.row, column, page)
+            for request, column, page in exchanged
+            if request.lease is not None and request.lease.pages[column] == page
+        ]
 
     def retract(self, request: Request) -> None:
         """Takes pages and row away; the request waits to be computed again. Its output stays,

@@ -219,7 +219,7 @@ class Scheduler:
                 if not 0 <= token < vocab:
                     raise ValueError(f"the sampler gave token {token} of {vocab}")
                 if plan.is_extend:
-                    self._publish(request)
+                    self.queues.publish(request)
                 logprobs = None
                 if index in result.logprobs:
                     best = result.logprobs[index]
@@ -242,11 +242,6 @@ class Scheduler:
                 self._fault(request, error)
         self.stats.generation_tokens += firsts + len(gaps)
         self.stats.observe_gaps(gaps, now)
-
-    def _publish(self, request: Request) -> None:
-        """A prefix has been computed: others may share its whole pages from now on."""
-        if request.lease is not None and request.state is RequestState.DECODE:
-            self.queues.kv.publish(request.lease, request.cache_salt, request.key)
 
     # Endings
 
