@@ -94,9 +94,9 @@ def _scalar(option: Option, raw: Any, origin: str) -> Any:
     if option.kind is str:
         return str(raw)
     wanted = "a whole number" if option.kind is int else "a number"
-    exact = int if option.kind is int else (int, float)
+    exact = (str, int) if option.kind is int else (str, int, float)
     try:
-        if isinstance(raw, bool) or not isinstance(raw, str | exact):
+        if isinstance(raw, bool) or not isinstance(raw, exact):
             raise ValueError
         value = option.kind(raw)
     except ValueError:

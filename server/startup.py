@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -37,7 +38,7 @@ class StartupReport:
 
     def __init__(self, *, bars: bool) -> None:
         self._bars = bars
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
         self._phase = ""
         self._shown = 0  # progress of the last plain line
 
@@ -52,7 +53,7 @@ class StartupReport:
             return
         if self._bars:
             if self._bar is None:
-                self._bar = tqdm(total=status.total, desc=title, file=sys.stderr)
+                self._bar = tqdm[Any](total=status.total, desc=title, file=sys.stderr)
             self._bar.update(status.done - self._bar.n)
         elif self._is_due(status):
             self._shown = status.done
