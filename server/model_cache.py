@@ -52,8 +52,9 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 def build_once(target: Path, build: Callable[[Path], None], say: Say) -> Path:
     """``target``, which ``build`` fills if it does not exist yet.
 
-    Two concurrent starts build once: the second waits. ``build`` works in a folder beside the
-    target that is renamed when complete, so an interrupted build leaves no half model.
+    Two concurrent starts build once: the second waits. ``build`` makes the folder that it is
+    given, which is renamed when complete, so an interrupted build leaves no half model. Beside
+    that folder it may use its parent as a scratch folder.
     """
     if target.is_dir():
         return target
@@ -67,7 +68,6 @@ def build_once(target: Path, build: Callable[[Path], None], say: Say) -> Path:
             partial = tempfile.mkdtemp(prefix=f"{PARTIAL}{target.name}-", dir=target.parent)
             try:
                 folder = Path(partial) / "model"
-                folder.mkdir(mode=0o700)
                 build(folder)
                 folder.rename(target)
             finally:
@@ -89,7 +89,7 @@ def _lock(path: Path, say: Say) -> Iterator[None]:
 
 
 def convert_gguf(source: Path, folder: Path) -> None:
-    """Writes config.json, model.safetensors and the tokenizer of ``source`` into ``folder``.
+    """Makes ``folder`` with config.json, model.safetensors and the tokenizer of ``source``.
     Raises ModelError with the converter's last line."""
     command = [sys.executable, "-m", "duograph.runners.models.gguf", str(source), str(folder)]
     result = run_tool(command)

@@ -112,21 +112,22 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_works(tmp_path: Path) ->
     target = tmp_path / "models" / "m"
 
     def broken(folder: Path) -> None:
+        folder.mkdir()
         (folder / "half").write_text("x")
         raise ModelError("no")
 
     with pytest.raises(ModelError, match="no"):
         build_once(target, broken, print)
     assert [path.name for path in target.parent.iterdir()] == [".m.lock"]
-    build_once(target, lambda folder: (folder / "whole").write_text("x") and None, print)
-    assert (target / "whole").is_file()
+    assert build_once(target, lambda folder: folder.mkdir(), print) == target
+    assert list(target.iterdir()) == []
 
 
 def test_rubbish_of_a_killed_build_is_removed(tmp_path: Path) -> None:
     target = tmp_path / "models" / "m"
     stale = tmp_path / "models" / f"{model_cache.PARTIAL}m-abc" / "model"
     stale.mkdir(parents=True)
-    build_once(target, lambda folder: None, print)
+    build_once(target, lambda folder: folder.mkdir(), print)
     assert not stale.parent.exists() and target.is_dir()
 
 
@@ -139,6 +140,7 @@ def test_two_concurrent_starts_build_once(tmp_path: Path) -> None:
 
     def slow(folder: Path) -> None:
         builds.append("slow")
+        folder.mkdir()
         entered.set()
         assert leave.wait(30)
 
@@ -168,6 +170,7 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(
 
     def convert(source: Path, folder: Path) -> None:
         converted.append(source)
+        folder.mkdir()
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(model_store, "convert_gguf", convert)
