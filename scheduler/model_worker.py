@@ -40,7 +40,6 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     device = torch.device(resolve_device(runner.device))
     progress("loading_weights", 0, 0)
     model_config = ModelConfig.from_folder(Path(config.model_folder))
-    model_config = model_config.with_context_length(runner.context_length)
     model = load_model(
         runner, model_config, device, lambda done, total: progress("loading_weights", done, total)
     )
