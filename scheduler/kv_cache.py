@@ -122,16 +122,18 @@ class KVCache:
         lease.pages, lease.end, lease.shared = [], None, 0
         return late
 
-    def check(self, leases: list[PageLease], late: list[int]) -> None:
-        """Raises AssertionError unless every page is in exactly one place."""
+    def check(self, leases: list[PageLease], late: list[int]) -> list[int]:
+        """The tree's pages. Raises AssertionError unless every page is in exactly one place."""
         held = [page for lease in leases for page in lease.pages[lease.shared :]]
-        everywhere = self.pool.free_pages() + self.tree.check() + held + late
+        cached = self.tree.check()
+        everywhere = self.pool.free_pages() + cached + held + late
         if sorted(everywhere) != list(range(1, self.pool.num_pages)):
             raise AssertionError(
                 f"pages lost or in two places: {self.pool.num_free} free, {len(held)} held, "
-                f"{self.tree.cached_pages} cached, {len(late)} late, "
+                f"{len(cached)} cached, {len(late)} late, "
                 f"{self.pool.num_usable} in all"
             )
+        return cached
 
     def _reusable(self, key: bytes) -> int:
         return (len(key) // 4 - 1) // self.page_size

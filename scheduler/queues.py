@@ -60,7 +60,7 @@ class Queues:
         return [
             (request.row, column, page)
             for request, column, page in exchanged
-            if request.lease is not None and request.lease.pages[column] == page
+            if request.lease is not None and request.lease.pages[column : column + 1] == [page]
         ]
 
     def retract(self, request: Request) -> None:
@@ -106,15 +106,17 @@ class Queues:
         self.kv.pool.free(plan.late_pages)
         self.free_rows += plan.late_rows
 
-    def check(self) -> None:
-        """Raises AssertionError unless every page and every row is in exactly one place."""
+    def check(self) -> list[int]:
+        """The pages in the prefix cache. Raises AssertionError unless every page and every row
+        is in exactly one place."""
         held = self.prefilling + self.running
         late_pages = [page for plan in self.in_flight for page in plan.late_pages]
         late_rows = [row for plan in self.in_flight for row in plan.late_rows]
-        self.kv.check([r.lease for r in held if r.lease is not None], late_pages)
+        cached = self.kv.check([r.lease for r in held if r.lease is not None], late_pages)
         rows = sorted(self.free_rows + late_rows + [request.row for request in held])
         if rows != list(range(1, self.limits.max_running_requests + 1)):
             raise AssertionError(f"rows lost or in two places: {rows}")
         strays = [r.rid for r in self.waiting if r.lease is not None or r.row]
         if strays:
             raise AssertionError(f"waiting requests that hold pages or rows: {strays}")
+        return cached

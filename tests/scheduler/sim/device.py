@@ -97,17 +97,17 @@ class CheckingDevice:
         assert not wrong.any(), f"KV slots of other prefixes at (sequence, position) {_where(wrong)}"
 
     def _write(self, arrays: StepArrays, starts: np.ndarray) -> None:
-        lens = arrays.seq_lens - starts
-        token_rows = np.repeat(arrays.rows, lens)
         positions, slots = arrays.positions, arrays.out_cache_loc
-        expected = np.concatenate(
-            [np.arange(start, end) for start, end in zip(starts, arrays.seq_lens, strict=True)]
-        )
-        assert (positions == expected).all(), "positions do not follow the sequence lengths"
         if arrays.input_ids is None:
-            tokens = self._next_tokens[arrays.rows]
+            token_rows, expected = arrays.rows, starts
+            tokens = self._next_tokens[token_rows]
         else:
+            lens = arrays.seq_lens - starts
+            token_rows = np.repeat(arrays.rows, lens)
+            spans = zip(starts, arrays.seq_lens, strict=True)
+            expected = np.concatenate([self._index[start:end] for start, end in spans])
             tokens = arrays.input_ids
+        assert (positions == expected).all(), "positions do not follow the sequence lengths"
         wrong = tokens != self._tokens[token_rows, positions]
         assert not wrong.any(), f"input tokens of somebody else at {_where(wrong)}"
         # Attention would look new tokens up through the page table: they must be there too.
@@ -115,7 +115,7 @@ class CheckingDevice:
         addressed = own * self._limits.page_size + positions % self._limits.page_size
         assert (slots == addressed).all(), "out_cache_loc is not where the page table looks"
         assert slots.min() >= self._limits.page_size, "a real token goes to the dummy page"
-        assert len(np.unique(slots)) == len(slots), "two tokens go to one slot"
+        assert len(set(slots.tolist())) == len(slots), "two tokens go to one slot"
         # Prefix and tokens are proven equal to the task's, so its hashes are what mix() gives.
         self._slots[slots] = self._hashes[token_rows, positions]
         self._slots[0] = -2  # what padding rows leave behind: garbage, in the dummy slot only

@@ -10,8 +10,7 @@ from duograph.scheduler.step import Plan
 def check_books(scheduler: Scheduler) -> None:
     """I1 to I4, and that no page which a step in flight writes is anybody else's."""
     queues, page_size = scheduler.queues, scheduler.limits.page_size
-    queues.check()  # I1: every page in one place; I3: every row in one place
-    in_tree = set(queues.kv.tree.check())
+    in_tree = set(queues.check())  # I1: every page in one place; I3: every row in one place
     owners: dict[int, int] = {}
     for request in queues.running + queues.prefilling:
         lease = request.lease

@@ -31,7 +31,7 @@ class Options:
     abuse_rate: float  # per step: duplicate, unknown and late ids, senders that do not exist
     clock_jump_rate: float
     refuse_allocation_at: int  # every so many allocations one is refused; 0 = never
-    admission_fault_rate: float
+    fault_rate: float  # requests whose admission or first result raises
     device_failure_rate: float
 
 
@@ -69,6 +69,6 @@ def draw_options(seed: int, steps: int) -> Options:
         abuse_rate=rng.choice((0.0, 0.1)),
         clock_jump_rate=0.01 if is_rough else 0.0,
         refuse_allocation_at=rng.choice((0, 0, 3, 7, 23)),
-        admission_fault_rate=0.01 if is_rough else 0.0,
+        fault_rate=0.03 if is_rough else 0.0,
         device_failure_rate=0.002 if is_rough else 0.0,
     )

@@ -25,6 +25,7 @@ MUST_REACH = {
     "abort finishing": 50,
     "allocation refused": 50,
     "admission fault": 50,
+    "commit fault": 50,
     "engine failed": 20,
     "finished timeout": 50,
     "finished overloaded": 50,
@@ -40,6 +41,18 @@ class SimulationFailed(AssertionError):
 def run_seed(seed: int, steps: int = RUN_STEPS) -> tuple[Counter[str], int]:
     """What was reached, and the steps made. Raises SimulationFailed."""
     return run_seeds([seed], steps)
+
+
+def run_steps(target: int) -> Counter[str]:
+    """Seeds from 0 on until ``target`` steps have been made. Raises SimulationFailed."""
+    reached: Counter[str] = Counter()
+    seed = total = 0
+    while total < target:
+        found, steps = run_seed(seed)
+        reached += found
+        total += steps
+        seed += 1
+    return reached
 
 
 def run_seeds(seeds: Iterable[int], steps: int = RUN_STEPS) -> tuple[Counter[str], int]:

@@ -21,7 +21,7 @@ from duograph.scheduler.messages import (
     StepTokens,
 )
 from duograph.scheduler.request import Request, RequestState
-from duograph.scheduler.scheduler import EngineFault, Scheduler
+from duograph.scheduler.scheduler import MAX_FAULTS, EngineFault, Scheduler
 from duograph.scheduler.step import Event, Plan, Step
 from duograph.tests.scheduler.sim.device import CheckingDevice, Launched, Result
 from duograph.tests.scheduler.sim.invariants import check_books, check_plan
@@ -113,7 +113,7 @@ class World:
             [self._rng.randrange(VOCAB) for _ in range(SHARED_LENGTH)]
             for _ in range(options.shared_prefixes)
         ]
-        self._plant_allocation_failures()
+        self._plant_faults()
         if options.optimistic:
             self.scheduler.queues.estimate = Optimist()
 
@@ -126,7 +126,7 @@ class World:
             self._drain()
         except (EngineFault, DeviceFailure) as error:
             if isinstance(error, EngineFault):
-                assert self.reached["admission fault"], f"unprovoked: {error}"
+                assert self.scheduler.stats.faults == MAX_FAULTS, f"unprovoked: {error}"
             self.reached["engine failed"] += 1
             self._fail_all()
 
@@ -198,11 +198,15 @@ class World:
             expected -= 1
             events.append(self._new_request())
         live = [rid for rid in self._clients if rid in self.scheduler.live]
+        # Before the abort, which might make room for a request with a duplicate's id.
+        duplicates = self._duplicate(rng.choice(live)) if live else []
         if live and rng.random() < options.abort_rate:
-            events += self._abort(rng.choice(live), early=early)
+            rare = [rid for rid in live if self.scheduler.live[rid].retractions]
+            events += self._abort(rng.choice(rare or live), early=early)
         if rng.random() < options.abuse_rate:
             events += self._abuse()
         self._events = events + self._events if early else self._events + events
+        self._events = duplicates + self._events
 
     def _new_request(self, rid: int | None = None) -> GenerateRequest:
         rng, options = self._rng, self.options
@@ -242,8 +246,8 @@ class World:
             client.may_fail.add("context_length_exceeded")
         if len(self.scheduler.queues.waiting) + len(self._events) >= options.max_queue:
             client.may_fail.add("overloaded")
-        if rng.random() < options.admission_fault_rate:
-            self._faulty.add(task.seed)
+        if rng.random() < options.fault_rate:
+            rng.choice((self._faulty_admission, self._faulty_commit)).add(task.seed)
             client.may_fail.add("internal")
         return GenerateRequest(
             rid=rid, input_ids=prompt, sampling=sampling, cache_salt=task.salt
@@ -261,19 +265,18 @@ class World:
             self.reached["id used again"] += 1
         return events
 
+    def _duplicate(self, rid: int) -> list[Event]:
+        if self._rng.random() >= self.options.abuse_rate / 2:
+            return []
+        return [GenerateRequest(rid=rid, input_ids=[1, 2], sampling=SamplingParams())]
+
     def _abuse(self) -> list[Event]:
         rng = self._rng
-        rids = [rng.choice(list(self._clients))] if self._clients else []
-        kind = rng.randrange(4)
-        if kind == 0 and rids and rids[0] in self.scheduler.live:  # duplicate id of a live request
-            # before any result, which might end the first one and make this a new request
-            duplicate = GenerateRequest(rid=rids[0], input_ids=[1, 2], sampling=SamplingParams())
-            self._events.insert(0, duplicate)
-            return []
-        if kind == 1 and self._ended:
+        kind = rng.randrange(3)
+        if kind == 0 and self._ended:
             late = rng.choice(self._ended)
             return [] if late in self._clients else [AbortRequest(late)]
-        if kind == 2:
+        if kind == 1:
             return [AbortRequest(rng.choice((-1, 10**9, 2**63)))]
         stranger = self.options.frontends << RID_FRONTEND_SHIFT
         return [GenerateRequest(rid=stranger, input_ids=[1], sampling=SamplingParams())]
@@ -300,10 +303,12 @@ class World:
 
     # Faults
 
-    def _plant_allocation_failures(self) -> None:
-        self._faulty: set[int] = set()
-        kv = self.scheduler.queues.kv
-        allocate, open_lease = kv.pool.allocate, kv.open
+    def _plant_faults(self) -> None:
+        self._faulty_admission: set[int] = set()
+        self._faulty_commit: set[int] = set()
+        queues, planner = self.scheduler.queues, self.scheduler._planner
+        pool = queues.kv.pool
+        allocate, admit, publish = pool.allocate, planner._open, queues.publish
 
         def allocate_or_refuse(count: int) -> list[int] | None:
             self._allocations += 1
@@ -313,15 +318,21 @@ class World:
                 return None
             return allocate(count)
 
-        def open_or_raise(namespace: str, key: bytes):  # type: ignore[no-untyped-def]
-            for request in self.scheduler.queues.waiting:
-                if request.sampling.seed in self._faulty and request.key == key:
-                    self.reached["admission fault"] += 1
-                    raise RuntimeError("planted")
-            return open_lease(namespace, key)
+        def admit_or_raise(request: Request, growth: float) -> bool:
+            if request.sampling.seed in self._faulty_admission:
+                self.reached["admission fault"] += 1
+                raise RuntimeError("planted")
+            return admit(request, growth)
 
-        kv.pool.allocate = allocate_or_refuse  # type: ignore[method-assign]
-        kv.open = open_or_raise  # type: ignore[method-assign]
+        def publish_or_raise(request: Request) -> None:
+            if request.sampling.seed in self._faulty_commit:
+                self.reached["commit fault"] += 1
+                raise RuntimeError("planted")
+            publish(request)
+
+        pool.allocate = allocate_or_refuse  # type: ignore[method-assign]
+        planner._open = admit_or_raise  # type: ignore[method-assign]
+        queues.publish = publish_or_raise  # type: ignore[method-assign]
 
     # What the run has seen
 
