@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -39,15 +38,24 @@ MESSAGES_PER_TURN = 64  # then other work of the event loop gets its turn
 HEARTBEAT_TIMEOUT_S = 30.0  # a ready engine that is silent for longer is dead
 
 
+class Consumer(Protocol):
+    """Who gets the output of one sequence."""
+
+    def consume(self) -> None:
+        """Tokens wait, or the end does."""
+
+    def failed(self) -> None:
+        """``consume`` has raised: the request cannot go on."""
+
+
 class Sequence:
-    """One running request of the engine. ``consume`` is called when tokens wait in ``tokens``
-    or ``finished`` is set; the consumer takes them with ``take``."""
+    """One running request of the engine. The consumer takes ``tokens`` with ``take``."""
 
-    __slots__ = ("consume", "finished", "logprobs", "queued", "rid", "tokens")
+    __slots__ = ("consumer", "finished", "logprobs", "queued", "rid", "tokens")
 
-    def __init__(self, rid: int, consume: Callable[[Sequence], None]) -> None:
+    def __init__(self, rid: int, consumer: Consumer) -> None:
         self.rid = rid
-        self.consume = consume
+        self.consumer = consumer
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []  # one per token if the request asked for them
         self.finished: Finished | None = None
@@ -76,8 +84,9 @@ class EngineClient:
         self._sequences: dict[int, Sequence] = {}
         self._next_rid = frontend_index << RID_FRONTEND_SHIFT
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._last_heard = time.monotonic()
+        self.now = time.monotonic()  # when the engine was last heard
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
         self.status = EngineStatus(phase="starting")
         self.info: EngineInfo | None = None
         self.heartbeat = Heartbeat(steps=0, running=0, waiting=0)
@@ -93,6 +102,7 @@ class EngineClient:
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._receiver.fileno())
+        self._closed = True
         self._receiver.close()
         self._sender.close()
         self._context.term()
@@ -106,7 +116,7 @@ class EngineClient:
         """False if a ready engine has gone silent."""
         if not self.ready:
             return True
-        return time.monotonic() - self._last_heard < self._heartbeat_timeout_s
+        return time.monotonic() - self.now < self._heartbeat_timeout_s
 
     @property
     def running(self) -> int:
@@ -121,7 +131,7 @@ class EngineClient:
         self,
         input_ids: list[int],
         sampling: SamplingParams,
-        consume: Callable[[Sequence], None],
+        consumer: Consumer,
         *,
         cache_salt: str = "",
     ) -> Sequence:
@@ -133,7 +143,7 @@ class EngineClient:
         )
         if not self._sender.send(request):
             raise errors.overloaded()
-        sequence = Sequence(rid, consume)
+        sequence = Sequence(rid, consumer)
         self._sequences[rid] = sequence
         return sequence
 
@@ -145,12 +155,16 @@ class EngineClient:
         self._send_abort(sequence.rid)
 
     def _send_abort(self, rid: int) -> None:
+        if self._closed:
+            return
         if not self._sender.send(AbortRequest(rid=rid)):
             # the pipe is full: the engine must not go on for nobody, so try again soon
             assert self._loop is not None
             self._loop.call_later(0.05, self._send_abort, rid)
 
     def _read(self) -> None:
+        if self._closed:  # a call that was scheduled before
+            return
         messages = self._receiver.drain(MESSAGES_PER_TURN)
         touched: list[Sequence] = []
         for message in messages:
@@ -162,15 +176,15 @@ class EngineClient:
             else:
                 self._note(message)
         if messages:
-            self._last_heard = time.monotonic()
+            self.now = time.monotonic()
         for sequence in touched:
             sequence.queued = False
             try:
-                sequence.consume(sequence)
+                sequence.consumer.consume()
             except Exception:
                 # one sequence's failure must not take the others' tokens with it
                 logger.exception("handling the output of a request failed")
-                self.abort(sequence)
+                sequence.consumer.failed()
         # the descriptor is edge-triggered: what came meanwhile makes no new event
         if self._receiver.has_messages():
             assert self._loop is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from duograph.runners.sampling_params import SamplingParams
@@ -66,12 +66,13 @@ class Choice:
     """Text and state of one sequence."""
 
     __slots__ = (
-        "_decoder", "_stops", "cached_tokens", "completion_tokens", "entries", "error",
-        "finish_reason", "matched_stop", "plan", "sequence",
+        "_decoder", "_generation", "_stops", "cached_tokens", "completion_tokens", "entries",
+        "error", "finish_reason", "matched_stop", "plan", "sequence",
     )  # fmt: skip
 
-    def __init__(self, plan: ChoicePlan, decoder: TextDecoder) -> None:
+    def __init__(self, plan: ChoicePlan, decoder: TextDecoder, generation: Generation) -> None:
         self.plan = plan
+        self._generation = generation
         self.sequence: Sequence | None = None
         self._decoder = decoder
         self._stops = StopMatcher(plan.stops) if plan.stops else None
@@ -85,6 +86,14 @@ class Choice:
     @property
     def ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    def consume(self) -> None:
+        """See engine_client.Consumer."""
+        self._generation.take_output(self)
+
+    def failed(self) -> None:
+        """See engine_client.Consumer."""
+        self._generation.fail(errors.internal())
 
     def take(self) -> str:
         """New text for the client, from all that the sequence has received. May set
@@ -161,64 +170,64 @@ class Choice:
         return entries
 
 
-@dataclass(slots=True, eq=False)
 class Generation:
-    """All choices of one request. ``started`` is set by the first output or error."""
+    """All choices of one request, from the engine's door to their ends.
 
-    choices: list[Choice]
-    client: EngineClient
-    metrics: FrontendMetrics
-    started: asyncio.Future[None]
-    done: asyncio.Future[None]
-    on_output: Callable[[Choice, str], None] | None = None
-    texts: list[list[str]] = field(default_factory=list)  # by choice, for a whole answer
-    streamed: bool = False
-    abandoned: bool = False  # the client has gone
-    _begun: float = 0.0
-    _last_output: float = 0.0
-    _live: int = 0
-    _counted: bool = False  # in the metrics as active
+    ``started`` is set by the first output or error, ``done`` when nothing more will come. A
+    streamed one keeps its tokens until ``attach``, so that an error before that can still
+    become the response's status."""
 
-    @classmethod
-    def begin(
-        cls,
+    __slots__ = (
+        "_begun", "_client", "_last_output", "_live", "_metrics", "_on_output", "_streamed",
+        "abandoned", "choices", "done", "started", "texts",
+    )  # fmt: skip
+
+    def __init__(
+        self,
         plans: list[ChoicePlan],
         *,
         client: EngineClient,
         tokenizer: Tokenizer,
         metrics: FrontendMetrics,
         streamed: bool,
-        cache_salt: str = "",
-    ) -> Generation:
-        """Sends all sequences to the engine. Raises ApiError 503, with none of them running."""
+    ) -> None:
+        """Must be called on the event loop."""
         loop = asyncio.get_running_loop()
-        choices = [
-            Choice(p, tokenizer.new_decoder(skip_special_tokens=p.skip_special_tokens))
+        self._client = client
+        self._metrics = metrics
+        self._streamed = streamed
+        self._on_output: Callable[[Choice, str], None] | None = None
+        self.choices = [
+            Choice(p, tokenizer.new_decoder(skip_special_tokens=p.skip_special_tokens), self)
             for p in plans
         ]
-        generation = cls(
-            choices, client, metrics, loop.create_future(), loop.create_future(),
-            texts=[[] for _ in choices], streamed=streamed,
-        )  # fmt: skip
-        generation._begun = generation._last_output = time.monotonic()
-        generation._live = len(choices)
+        self.texts: list[list[str]] = [[] for _ in plans]  # by choice, for a whole answer
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.abandoned = False  # the client has gone
+        self._live = len(plans)
+        self._begun = self._last_output = time.monotonic()
+
+    def submit(self, *, cache_salt: str) -> None:
+        """Sends all sequences to the engine. Raises ApiError 503, with none of them running."""
+        self._metrics.begin(self.usage().prompt_tokens)
         try:
-            for choice in choices:
-                if choice.plan.sampling.max_new_tokens == 0:
-                    generation._end_without_tokens(choice)
+            for choice in self.choices:
+                plan = choice.plan
+                if plan.sampling.max_new_tokens == 0:  # an echo of the prompt needs no engine
+                    choice.finish_reason = "length"
+                    self._live -= 1
                     continue
-                choice.sequence = client.submit(
-                    choice.plan.input_ids,
-                    choice.plan.sampling,
-                    generation._consumer(choice),
-                    cache_salt=cache_salt,
+                choice.sequence = self._client.submit(
+                    plan.input_ids, plan.sampling, choice, cache_salt=cache_salt
                 )
-        except BaseException:
-            generation.abort()
+        except ApiError as error:
+            self.fail(error)
             raise
-        metrics.begin(generation.usage().prompt_tokens)
-        generation._counted = True
-        return generation
+        if self._live == 0:
+            self._mark_started()
+            if not self._streamed:
+                self.abort()
 
     @property
     def error(self) -> ApiError | None:
@@ -226,40 +235,69 @@ class Generation:
 
     def attach(self, on_output: Callable[[Choice, str], None]) -> None:
         """From now on ``on_output`` gets every piece, first of all what has waited."""
-        self.on_output = on_output
+        self._on_output = on_output
         for choice in self.choices:
             sequence = choice.sequence
             if sequence is None:
                 on_output(choice, "")
-            elif (sequence.tokens or sequence.finished) and not self.done.done():
-                self._consume(choice)
+            elif sequence.tokens or sequence.finished:
+                self.take_output(choice)
+        if self._live == 0:
+            self.abort()
+
+    def take_output(self, choice: Choice) -> None:
+        """The sequence of ``choice`` has tokens or has ended."""
+        if self.done.done():
+            return
+        if not self.started.done():
+            self._mark_started()
+            self._metrics.first_token(time.monotonic() - self._begun)
+        if self._streamed and self._on_output is None:
+            self._note_early_error(choice)
+            return
+        before = choice.completion_tokens
+        text = choice.take()
+        now = self._client.now
+        self._metrics.tokens(choice.completion_tokens - before, now - self._last_output)
+        self._last_output = now
+        if choice.ended:
+            self._live -= 1
+            assert choice.sequence is not None
+            self._client.abort(choice.sequence)  # a stop string: the engine does not know yet
+        if self._on_output is not None:
+            self._on_output(choice, text)
+        elif text:
+            self.texts[choice.plan.index].append(text)
+        if self._live == 0 or choice.error is not None:
+            self.abort()
 
     def abandon(self) -> None:
         """The client has gone."""
         self.abandoned = not self.done.done()
         self.abort()
 
-    def abort(self) -> None:
-        """Ends what still runs, for a client that has gone or an error. May be called twice."""
-        for choice in self.choices:
-            if choice.sequence is not None:
-                self.client.abort(choice.sequence)
-        if not self.started.done():
-            self.started.set_result(None)
-        if not self.done.done():
-            self.done.set_result(None)
-            if self._counted:
-                seconds = time.monotonic() - self._begun
-                self.metrics.end(seconds, aborted=self._live > 0 and self.error is None)
-
     def fail(self, error: ApiError) -> None:
         """Ends the request with ``error``."""
+        if self.done.done():
+            return
         for choice in self.choices:
             if not choice.ended:
                 choice.error = error
-        if self.on_output is not None and not self.done.done():
-            self.on_output(self.choices[0], "")
+        if self._on_output is not None:
+            failed = next(choice for choice in self.choices if choice.error)
+            self._on_output(failed, "")
         self.abort()
+
+    def abort(self) -> None:
+        """Ends what still runs. May be called again."""
+        for choice in self.choices:
+            if choice.sequence is not None:
+                self._client.abort(choice.sequence)
+        self._mark_started()
+        if not self.done.done():
+            self.done.set_result(None)
+            cut_short = self._live > 0 and self.error is None
+            self._metrics.end(time.monotonic() - self._begun, aborted=cut_short)
 
     def usage(self) -> Usage:
         """Prompts count once each, however many choices they have."""
@@ -274,55 +312,13 @@ class Generation:
                     usage.cached_tokens = (usage.cached_tokens or 0) + choice.cached_tokens
         return usage
 
-    def _consumer(self, choice: Choice) -> Callable[[Sequence], None]:
-        def consume(_: Sequence) -> None:
-            try:
-                self._consume(choice)
-            except Exception:
-                self.fail(errors.internal())
-                raise
-
-        return consume
-
-    def _consume(self, choice: Choice) -> None:
-        if self.done.done():
-            return
+    def _mark_started(self) -> None:
         if not self.started.done():
             self.started.set_result(None)
-            self.metrics.first_token(time.monotonic() - self._begun)
-        if self.streamed and self.on_output is None:
-            if choice.sequence is not None and choice.sequence.finished is not None:
-                self._note_early_error(choice, choice.sequence.finished)
-            return  # the response has not begun: the sequence keeps its tokens until then
-        before = choice.completion_tokens
-        text = choice.take()
-        now = time.monotonic()
-        self.metrics.tokens(choice.completion_tokens - before, now - self._last_output)
-        self._last_output = now
-        if choice.ended:
-            self._end(choice)
-        if self.on_output is not None:
-            self.on_output(choice, text)
-        elif text:
-            self.texts[choice.plan.index].append(text)
-        if self._live == 0 or choice.error is not None:
-            self.abort()
 
-    def _end(self, choice: Choice) -> None:
-        self._live -= 1
-        assert choice.sequence is not None
-        self.client.abort(choice.sequence)  # a stop string: the engine does not know yet
-
-    def _end_without_tokens(self, choice: Choice) -> None:
-        """An echo of the prompt alone needs no engine."""
-        choice.finish_reason = "length"
-        self._live -= 1
-        if not self.started.done():
-            self.started.set_result(None)
-        if self._live == 0:
-            self.done.set_result(None)
-
-    def _note_early_error(self, choice: Choice, finished: Finished) -> None:
+    def _note_early_error(self, choice: Choice) -> None:
         """An error before the response has begun can still become its status."""
-        if finished.reason == "error":
+        finished = choice.sequence.finished if choice.sequence is not None else None
+        if finished is not None and finished.reason == "error":
             choice.error = errors.from_engine(finished.error_code, finished.error_message)
+            self.abort()

@@ -156,14 +156,14 @@ class Serving:
         admission: _Admission,
     ) -> Response:
         """A response to ``plans``. An error before its first byte is raised as ApiError."""
-        generation = Generation.begin(
+        generation = Generation(
             plans,
             client=self.engine,
             tokenizer=self.tokenizer,
             metrics=self.metrics,
             streamed=request.stream,
-            cache_salt=request.cache_salt,
         )
+        generation.submit(cache_salt=request.cache_salt)
         self._generations.add(generation)
         watcher = asyncio.create_task(_watch(receive, generation))
 

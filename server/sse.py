@@ -50,10 +50,10 @@ class ChunkFormat:
         self._tokenizer = tokenizer
         self._completion_logprobs: dict[int, CompletionLogprobs] = {}
         self._tail = b"]}\n\n" if not include_usage else b'],"usage":null}\n\n'
-        opener = b'"delta":{"content":' if chat else b'"text":'
         self._text_closer = b"}" if chat else b""
         self._text_end = self._text_closer + b',"logprobs":null,"finish_reason":null}' + self._tail
-        self._openers = [self._head + b'{"index":%d,' % index + opener for index in range(128)]
+        self._field = b'"delta":{"content":' if chat else b'"text":'
+        self._openers: dict[int, bytes] = {}  # by choice index
 
     def role(self, choice: Choice, generation: Generation) -> bytes:
         """The first chunk of a chat choice."""
@@ -65,7 +65,10 @@ class ChunkFormat:
         )
 
     def text(self, choice: Choice, text: str, generation: Generation) -> bytes:
-        opener = self._openers[choice.plan.index]
+        index = choice.plan.index
+        opener = self._openers.get(index)
+        if opener is None:
+            opener = self._openers[index] = self._head + b'{"index":%d,%b' % (index, self._field)
         if choice.plan.sampling.logprobs is None and not self._continuous:
             return opener + orjson.dumps(text) + self._text_end
         return b'%b%b%b,"logprobs":%b,"finish_reason":null}%b' % (
@@ -148,10 +151,9 @@ class EventStream(Response):
 
     def _write(self, choice: Choice, text: str) -> None:
         """Called by the generation at every piece; runs within the engine client's turn."""
-        if choice.error is not None:
-            payload = b"data: " + choice.error.body() + b"\n\n"  # and no [DONE]: not a success
-        else:
-            payload = self._payload(choice, text)
+        payload = self._payload(choice, text)
+        if choice.error is not None:  # and no [DONE], which would read as success
+            payload += b"data: " + choice.error.body() + b"\n\n"
         if payload and self._wire is not None and not self._wire.write_chunk(payload):
             self._generation.abort()
 
