@@ -6,6 +6,8 @@ can say "starting" before.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,8 @@ from duograph.scheduler.admission import EngineLimits
 from duograph.scheduler.engine import Worker
 from duograph.scheduler.engine_config import EngineConfig
 from duograph.scheduler.messages import Phase
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[Phase, int, int], None]  # phase, done, total
 
@@ -31,6 +35,7 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     """Loads, plans memory, captures. Raises what the runner floor raises."""
     import torch
 
+    from duograph.runners.memory import GIB, available_bytes
     from duograph.runners.model_config import ModelConfig
     from duograph.runners.models.loader import load_model
     from duograph.runners.resolve import resolve_device
@@ -40,8 +45,18 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     device = torch.device(resolve_device(runner.device))
     progress("loading_weights", 0, 0)
     model_config = ModelConfig.from_folder(Path(config.model_folder))
+    free_before, started = available_bytes(device), time.monotonic()
+    _log.info("Load weight begin. avail mem=%.2f GB", free_before / GIB)
     model = load_model(
         runner, model_config, device, lambda done, total: progress("loading_weights", done, total)
+    )
+    free = available_bytes(device)
+    _log.info(
+        "Load weight end. elapsed=%.2f s, type=%s, avail mem=%.2f GB, mem usage=%.2f GB.",
+        time.monotonic() - started,
+        model_config.architecture,
+        free / GIB,
+        (free_before - free) / GIB,
     )
     worker = ModelWorker(runner, model_config, model, device)
     progress("planning_memory", 0, 0)

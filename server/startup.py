@@ -29,6 +29,8 @@ PHASE_TITLES = {
     "ready": "Engine ready",
     "draining": "Draining",
 }
+# The engine draws these itself: it knows the sizes and the free memory.
+SHOWN_BY_ENGINE = ("capturing_decode", "capturing_prefill")
 LINES_PER_PHASE = 4  # without a terminal: carriage returns ruin container logs
 WARM_UP_TIMEOUT_S = 120.0
 
@@ -47,9 +49,9 @@ class StartupReport:
         if status.phase != self._phase:
             self.close()
             self._phase, self._shown = status.phase, 0
-            if status.total == 0:
+            if status.phase not in SHOWN_BY_ENGINE and status.total <= 1:
                 _log.info("%s", title)
-        if status.total == 0:
+        if status.phase in SHOWN_BY_ENGINE or status.total <= 1:
             return
         if self._bars:
             if self._bar is None:

@@ -39,7 +39,7 @@ from duograph.scheduler.messages import EngineStatus, ProcessFailed
 signal.signal(signal.SIGTERM, lambda *_: exit(0))
 context = zmq.Context()
 sender = Sender(context, {address!r})
-sender.send(EngineStatus(phase="capturing_decode", done=1, total=2))
+sender.send(EngineStatus(phase="loading_weights", done=1, total=2))
 sender.send({message})
 {after}
 sender.close(linger_ms=1000)
@@ -141,7 +141,7 @@ def test_the_first_signal_drains_and_exits_0(
     thread.join()
     assert_all_gone(tree)
     assert "The server is fired up and ready to roll!" in log.messages
-    assert "Capturing decode graphs: 1/2" in log.messages
+    assert "Loading weights: 1/2" in log.messages
     assert [child.process.returncode for child in tree.children] == [0, 0]
 
 
