@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from duograph.runners.batch import ForwardBatch
 from duograph.scheduler.batch_builder import BatchBuilder
+from duograph.scheduler.graph_metrics import eager_steps, graph_metrics
 from duograph.scheduler.loop import PendingStep
 from duograph.scheduler.messages import Heartbeat, ProcessFailed
 from duograph.scheduler.scheduler import Scheduler
@@ -32,6 +33,8 @@ class Worker(Protocol):
 
     def graph_stats(self) -> dict[str, Any]: ...
 
+    def close(self) -> None: ...
+
 
 class Engine:
     def __init__(
@@ -41,6 +44,7 @@ class Engine:
         worker: Worker,
         builder: BatchBuilder,
         wires: Wires,
+        model_name: str,
         log_interval: int,
         watchdog_timeout: float,
     ) -> None:
@@ -49,11 +53,13 @@ class Engine:
         self._worker = worker
         self._builder = builder
         self._wires = wires
+        self._model_name = model_name
         self._log_interval = log_interval
         self._watchdog_timeout = watchdog_timeout
         self._next_beat = 0.0
         self._was_idle = False
         self._decode_steps = 0
+        self._eager_mark = 0  # decode steps without a graph at the last decode line
         self._log_mark = (time.monotonic(), 0)  # time and tokens at the last decode line
         self._metric_mark = (time.monotonic(), 0)
 
@@ -116,13 +122,15 @@ class Engine:
         since, tokens = self._metric_mark
         throughput = (stats.generation_tokens - tokens) / max(now - since, 1e-9)
         self._metric_mark = (now, stats.generation_tokens)
+        counters, levels = graph_metrics(self._worker.graph_stats())
         self._wires.to_frontends(
             snapshot(
                 stats,
                 gauges,
+                model_name=self._model_name,
                 gen_throughput=throughput,
-                graph_counters={},
-                graph_gauges={},
+                graph_counters=counters,
+                graph_gauges=levels,
             )
         )
 
@@ -148,13 +156,15 @@ class Engine:
         since, tokens = self._log_mark
         total = self.scheduler.stats.generation_tokens
         self._log_mark = (now, total)
+        eager = eager_steps(self._worker.graph_stats(), "decode")
         _log.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
             len(plan.rows),
             gauges.used_tokens,
             gauges.used_tokens / gauges.total_tokens,
-            False,
+            self._eager_mark == eager,
             (total - tokens) / max(now - since, 1e-9),
             gauges.waiting,
         )
+        self._eager_mark = eager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from duograph.runners.config import ConfigError
 from duograph.scheduler.exit_codes import ExitCode
 from duograph.scheduler.messages import Phase
 
@@ -22,14 +23,20 @@ _OUT_OF_MEMORY_ADVICE: dict[Phase, str] = {
 
 def explain(error: BaseException, phase: Phase) -> tuple[ExitCode, str]:
     """``phase`` is the one in which ``error`` came up. One line; no traceback."""
+    # The runner floor imports torch; whoever explains a failure without it is still starting.
     from duograph.runners.config_file import ModelError
     from duograph.runners.graph import is_out_of_memory
+    from duograph.runners.memory_plan import MemoryPlanError
 
     text = " ".join(str(error).split()) or type(error).__name__
     no_host_memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
     if no_host_memory or is_out_of_memory(error):
         advice = _OUT_OF_MEMORY_ADVICE.get(phase, "a smaller model needs less")
         return ExitCode.OUT_OF_MEMORY, f"out of memory while {_doing(phase)}: {advice} ({text})"
+    if isinstance(error, MemoryPlanError):
+        return ExitCode.OUT_OF_MEMORY, text  # it has its own advice
+    if isinstance(error, ConfigError):
+        return ExitCode.USAGE, text
     if isinstance(error, ModelError):
         return ExitCode.MODEL, text
     if phase == "loading_weights":

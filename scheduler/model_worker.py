@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from duograph.scheduler.admission import EngineLimits
 from duograph.scheduler.engine import Worker
@@ -62,7 +62,7 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     progress("planning_memory", 0, 0)
     worker.plan_memory()
     worker.build_runners()
-    worker.capture(progress)
+    worker.capture(lambda phase, done, total: progress(cast(Phase, phase), done, total))
     limits = EngineLimits(
         num_pages=worker.limits.num_pages,
         page_size=worker.limits.page_size,
@@ -72,5 +72,10 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
     )
-    details = {"device": str(device), "architecture": model_config.architecture}
+    details = {
+        "device": str(device),
+        "architecture": model_config.architecture,
+        "dtype": worker.config.dtype,
+        "attention_backend": worker.config.attention_backend,
+    }
     return LoadedWorker(worker, limits, device.type == "cuda", details)

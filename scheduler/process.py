@@ -93,6 +93,7 @@ def run_engine(config: EngineConfig, load: Callable[[EngineConfig, Progress], Lo
     finally:
         faulthandler.cancel_dump_traceback_later()
         wires.close(_LAST_WORDS_MS)
+        logging.shutdown()
 
 
 class _Start:
@@ -133,6 +134,7 @@ class _Start:
             worker=loaded.worker,
             builder=builder,
             wires=self._wires,
+            model_name=config.served_name,
             log_interval=config.scheduler.decode_log_interval,
             watchdog_timeout=config.scheduler.watchdog_timeout,
         )
@@ -148,7 +150,7 @@ def _info(loaded: LoadedWorker) -> EngineInfo:
         max_running_requests=limits.max_running_requests,
         context_length=limits.context_length,
         vocab_size=limits.vocab_size,
-        details={**asdict(limits), **loaded.details},
+        details={**asdict(limits), **loaded.details, "graphs": loaded.worker.graph_stats()},
     )
 
 

@@ -8,7 +8,7 @@ are passed in, in seconds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from duograph.scheduler.messages import MetricsSnapshot
@@ -103,11 +103,13 @@ def snapshot(
     stats: SchedulerStats,
     gauges: Gauges,
     *,
+    model_name: str,
     gen_throughput: float,
     graph_counters: dict[str, float],
     graph_gauges: dict[str, float],
 ) -> MetricsSnapshot:
-    """Everything at once. ``gen_throughput`` in tokens per second."""
+    """Everything at once. ``gen_throughput`` in tokens per second. ``model_name`` is a label of
+    the names that SGLang has."""
     hit_rate = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
     counters = {
         "sglang:prompt_tokens_total": stats.prompt_tokens,
@@ -124,29 +126,46 @@ def snapshot(
         "duograph_wasted_rows_total": stats.wasted_rows,
         'duograph_steps_total{mode="extend"}': stats.extend_steps,
         'duograph_steps_total{mode="decode"}': stats.decode_steps,
-        **graph_counters,
     }
+    levels = {
+        "sglang:num_running_reqs": gauges.running,
+        "sglang:num_queue_reqs": gauges.waiting,
+        "sglang:num_used_tokens": gauges.used_tokens,
+        "sglang:token_usage": gauges.used_tokens / gauges.total_tokens,
+        "sglang:gen_throughput": gen_throughput,
+        "sglang:cache_hit_rate": hit_rate,
+        "sglang:max_total_num_tokens": gauges.total_tokens,
+        "duograph_prefix_cache_pages": gauges.cached_pages,
+        "duograph_new_token_ratio": gauges.new_token_ratio,
+    }
+    stage = "sglang:per_stage_req_latency_seconds"
+    histograms = {
+        "sglang:time_to_first_token_seconds": stats.time_to_first_token,
+        "sglang:inter_token_latency_seconds": stats.inter_token_latency,
+        "sglang:e2e_request_latency_seconds": stats.e2e_latency,
+        "sglang:queue_time_seconds": stats.queue_time,
+        f'{stage}{{stage="queue"}}': stats.queue_time,
+        f'{stage}{{stage="prefill"}}': stats.prefill_time,
+        f'{stage}{{stage="decode"}}': stats.decode_time,
+    }
+    label = _sglang_labels(model_name)
     return MetricsSnapshot(
-        counters={name: float(value) for name, value in counters.items()},
-        gauges={
-            "sglang:num_running_reqs": float(gauges.running),
-            "sglang:num_queue_reqs": float(gauges.waiting),
-            "sglang:num_used_tokens": float(gauges.used_tokens),
-            "sglang:token_usage": gauges.used_tokens / gauges.total_tokens,
-            "sglang:gen_throughput": gen_throughput,
-            "sglang:cache_hit_rate": hit_rate,
-            "sglang:max_total_num_tokens": float(gauges.total_tokens),
-            "duograph_prefix_cache_pages": float(gauges.cached_pages),
-            "duograph_new_token_ratio": gauges.new_token_ratio,
-            **graph_gauges,
-        },
-        histograms={
-            "sglang:time_to_first_token_seconds": stats.time_to_first_token.snapshot(),
-            "sglang:inter_token_latency_seconds": stats.inter_token_latency.snapshot(),
-            "sglang:e2e_request_latency_seconds": stats.e2e_latency.snapshot(),
-            "sglang:queue_time_seconds": stats.queue_time.snapshot(),
-            'sglang:per_stage_req_latency_seconds{stage="queue"}': stats.queue_time.snapshot(),
-            'sglang:per_stage_req_latency_seconds{stage="prefill"}': stats.prefill_time.snapshot(),
-            'sglang:per_stage_req_latency_seconds{stage="decode"}': stats.decode_time.snapshot(),
-        },
+        counters={label(name): float(n) for name, n in {**counters, **graph_counters}.items()},
+        gauges={label(name): float(n) for name, n in {**levels, **graph_gauges}.items()},
+        histograms={label(name): histogram.snapshot() for name, histogram in histograms.items()},
     )
+
+
+def _sglang_labels(model_name: str) -> Callable[[str], str]:
+    """Adds the labels that SGLang's dashboards select by to its names."""
+    escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    labels = f'model_name="{escaped}",engine_type="unified",tp_rank="0",pp_rank="0"'
+
+    def label(name: str) -> str:
+        if not name.startswith("sglang:"):
+            return name
+        if name.endswith("}"):
+            return f"{name[:-1]},{labels}}}"
+        return f"{name}{{{labels}}}"
+
+    return label

@@ -111,9 +111,7 @@ def locks_ignored_by_eviction(patch: Patch) -> None:
 def prefix_match_one_page_too_long(patch: Patch) -> None:
     honest = RadixCache._walk
 
-    def walk(
-        cache: RadixCache, root: Node, key: bytes, max_pages: int
-    ) -> tuple[list[Node], int]:
+    def walk(cache: RadixCache, root: Node, key: bytes, max_pages: int) -> tuple[list[Node], int]:
         path, partial = honest(cache, root, key, max_pages)
         return path, partial + 1 if partial else 0
 

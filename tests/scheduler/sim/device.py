@@ -73,7 +73,9 @@ class CheckingDevice:
             self._page_table[rows, columns] = pages
         for request, row in zip(plan.requests, plan.rows, strict=True):
             owner = self._owners[row]
-            assert owner is not None and owner.seed == request.sampling.seed, f"row {row} is not its"
+            assert owner is not None and owner.seed == request.sampling.seed, (
+                f"row {row} is not its"
+            )
         starts = np.array(plan.starts) if plan.is_extend else arrays.seq_lens - 1
         self._check_prefixes(arrays, starts)
         self._write(arrays, starts)
@@ -94,7 +96,9 @@ class CheckingDevice:
         pages = self._page_table[rows][:, self._columns[:longest]]
         found = self._slots[pages * self._limits.page_size + self._offsets[:longest]]
         wrong = (found != self._hashes[rows, :longest]) & (self._index[:longest] < starts[:, None])
-        assert not wrong.any(), f"KV slots of other prefixes at (sequence, position) {_where(wrong)}"
+        assert not wrong.any(), (
+            f"KV slots of other prefixes at (sequence, position) {_where(wrong)}"
+        )
 
     def _write(self, arrays: StepArrays, starts: np.ndarray) -> None:
         positions, slots = arrays.positions, arrays.out_cache_loc

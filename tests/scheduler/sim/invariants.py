@@ -16,7 +16,9 @@ def check_books(scheduler: Scheduler) -> None:
         lease = request.lease
         assert lease is not None and request.row, f"{request.rid} runs without pages or row"
         length = request.kv_len if request.state is RequestState.DECODE else request.prefill_len
-        assert len(lease.pages) == -(-length // page_size), f"{request.rid}: pages for {length}"  # I2
+        assert len(lease.pages) == -(-length // page_size), (
+            f"{request.rid}: pages for {length}"
+        )  # I2
         assert len(set(lease.pages)) == len(lease.pages)
         locked = set(lease.pages[: lease.shared])
         assert locked <= in_tree, f"locked pages evicted: {locked - in_tree}"  # I4

@@ -25,8 +25,8 @@ from duograph.scheduler.scheduler import MAX_FAULTS, EngineFault, Scheduler
 from duograph.scheduler.step import Event, Plan, Step
 from duograph.tests.scheduler.sim.device import CheckingDevice, Launched, Result
 from duograph.tests.scheduler.sim.invariants import check_books, check_plan
-from duograph.tests.scheduler.sim.oracle import EOS, VOCAB, Task, create_task
 from duograph.tests.scheduler.sim.options import Options
+from duograph.tests.scheduler.sim.oracle import EOS, VOCAB, Task, create_task
 
 SHARED_LENGTH = 20
 QUEUE_TIMEOUT_S = 500.0
@@ -249,9 +249,7 @@ class World:
         if rng.random() < options.fault_rate:
             rng.choice((self._faulty_admission, self._faulty_commit)).add(task.seed)
             client.may_fail.add("internal")
-        return GenerateRequest(
-            rid=rid, input_ids=prompt, sampling=sampling, cache_salt=task.salt
-        )
+        return GenerateRequest(rid=rid, input_ids=prompt, sampling=sampling, cache_salt=task.salt)
 
     def _abort(self, rid: int, *, early: bool) -> list[Event]:
         self.reached[f"abort {self._state_of(self.scheduler.live[rid], early)}"] += 1
