@@ -102,26 +102,26 @@ class Choice:
         assert sequence is not None
         tokens = sequence.take()
         finished = sequence.finished
+        # the stop token that ended the sequence has no text, unless it was asked for
+        hides_last = (
+            finished is not None
+            and finished.matched_token is not None
+            and not self.plan.keep_stop_text
+        )
         if sequence.logprobs:
-            self._take_logprobs(tokens, sequence)
-        if self._stops is None and finished is None:
+            self._take_logprobs(tokens[: len(tokens) - hides_last], sequence)
+        if self._stops is None:
             self.completion_tokens += len(tokens)
-            return self._decoder.push(tokens)
-        text = self._push(tokens, finished)
+            text = self._decoder.push(tokens[:-1] if hides_last else tokens)
+        else:
+            text = self._push_to_stop(tokens, len(tokens) - hides_last)
         if finished is not None and not self.ended:
             text += self._finish(finished)
         return text
 
-    def _push(self, tokens: list[int], finished: Finished | None) -> str:
-        """Text of ``tokens`` up to a stop string; the stop token that ended the sequence has
-        none, unless it was asked for."""
-        self_stopped = finished is not None and finished.matched_token is not None
-        visible = len(tokens)
-        if self_stopped and tokens and not self.plan.keep_stop_text:
-            visible -= 1
-        if self._stops is None:
-            self.completion_tokens += len(tokens)
-            return self._decoder.push(tokens[:visible])
+    def _push_to_stop(self, tokens: list[int], visible: int) -> str:
+        """Text of the first ``visible`` tokens, up to a stop string: one by one, so that the
+        count of tokens is right where it matches."""
         pieces = []
         for position, token in enumerate(tokens):
             self.completion_tokens += 1
