@@ -56,6 +56,19 @@ def sample(
         from duograph.kernels.sampling_cpu import sample_on_cpu
 
         return sample_on_cpu(logits, temperature, top_k, top_p, min_p, seed, position, filtered)
+    if logits.is_cuda:
+        from duograph.kernels import sampling_triton
+
+        return sampling_triton.sample(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            position=position,
+            filtered=filtered,
+        )
     greedy = (temperature < GREEDY_EPSILON).unsqueeze(1)
     scaled = logits / torch.where(greedy, 1.0, temperature.unsqueeze(1))
     if filtered:

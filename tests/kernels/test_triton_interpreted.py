@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
 
-from duograph.kernels import fused, fused_triton
+from duograph.kernels import fused, fused_triton, sampling, sampling_triton
 from duograph.kernels.attention.triton import SplitPlan, TritonBackend, plan_splits
 
 CPU = torch.device("cpu")
@@ -198,3 +198,76 @@ def test_rope_and_cache_matches_its_twin(heads: tuple[int, int, int]) -> None:
         module.rope_and_cache(q, k, v, positions, cos_sin, pool[0], pool[1], slots)
         results.append((rows, pool))
     torch.testing.assert_close(results[0], results[1])
+
+
+VOCAB = 20000
+
+
+def sampling_rows(n: int) -> dict[str, torch.Tensor]:
+    """Every combination of filters, greedy rows included; n is a multiple of 24."""
+    options = [
+        (t, k, p, m)
+        for t in (0.0, 0.7, 1.5)
+        for k in (-1, 40)
+        for p in (1.0, 0.9)
+        for m in (0.0, 0.05)
+    ]
+    columns = torch.tensor(options * (n // len(options)))
+    return {
+        "temperature": columns[:, 0].contiguous(),
+        "top_k": columns[:, 1].to(torch.int32),
+        "top_p": columns[:, 2].contiguous(),
+        "min_p": columns[:, 3].contiguous(),
+    }
+
+
+@pytest.mark.parametrize("rounded", [False, True])  # True: many equal logits
+def test_boundaries_keep_what_the_sorting_twin_keeps(rounded: bool) -> None:
+    logits = torch.randn(24, VOCAB) * 2
+    logits[:, 77] = float("-inf")
+    if rounded:
+        logits = logits.bfloat16().float()
+    options = sampling_rows(24)
+    edge, last = sampling_triton.boundaries(logits, **options)
+    bits = logits.view(torch.int32)
+    keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    ids = torch.arange(VOCAB)
+    kept = (keys > edge[:, None]) | ((keys == edge[:, None]) & (ids <= last[:, None]))
+    heat = options.pop("temperature")
+    twin = sampling.filter_logits(logits / heat.clamp(min=1e-5)[:, None], **options)
+    wanted = twin > float("-inf")
+    wanted |= (heat == 0)[:, None]
+    kept[:, 77] = wanted[:, 77] = False  # banned either way
+    # A running sum and a tree sum may disagree about one token at the boundary.
+    assert int((kept != wanted).sum(1).max()) <= 1
+    assert bool(kept.any(1).all())
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_sample_draws_the_twins_tokens(filtered: bool) -> None:
+    logits = torch.randn(24, VOCAB) * 2
+    options = sampling_rows(24)
+    seed = torch.randint(-(2**62), 2**62, (24,))
+    position = torch.randint(0, 10000, (24,))
+    drawn = [
+        module.sample(logits, **options, seed=seed, position=position, filtered=filtered)
+        for module in (sampling_triton, sampling)
+    ]
+    assert torch.equal(*drawn)
+
+
+def test_tiny_top_p_and_one_token_top_k_leave_the_most_likely() -> None:
+    logits = torch.randn(3, VOCAB)
+    logits[:, [5, 9]] = 50.0
+    tokens = sampling_triton.sample(
+        logits,
+        temperature=torch.ones(3),
+        top_k=torch.tensor([1, -1, -1]),
+        top_p=torch.tensor([1.0, 1e-38, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 1.0]),
+        seed=torch.arange(3),
+        position=torch.zeros(3, dtype=torch.int64),
+        filtered=True,
+    )
+    assert tokens[:2].tolist() == [5, 5]
+    assert tokens[2] in (5, 9)  # min_p 1 keeps all that equal the maximum
