@@ -17,10 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from duograph.kernels import fused, sampling
 from duograph.kernels.attention.base import AttentionMetadata
 from duograph.kernels.attention.triton import TileConfig, TritonBackend
 
@@ -227,6 +229,59 @@ def prefill_rows() -> list[list[str]]:
     return rows
 
 
+def fused_rows() -> list[list[str]]:
+    """Each chain for a llama-8b layer, in microseconds."""
+    hidden, ffn, (q_heads, kv_heads, dim) = 4096, 14336, (32, 8, 128)
+    weight = torch.ones(hidden, device=DEVICE, dtype=DTYPE)
+    cos_sin = torch.randn(8192, dim, device=DEVICE)
+    rows = []
+    for tokens in (1, 64, 2048):
+        x = torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE)
+        gate_up = torch.randn(tokens, 2 * ffn, device=DEVICE, dtype=DTYPE)
+        total = q_heads + 2 * kv_heads
+        qkv = torch.randn(tokens, total, dim, device=DEVICE, dtype=DTYPE)
+        q, k, v = qkv.split([q_heads, kv_heads, kv_heads], 1)
+        pool = torch.zeros(2, tokens + 1, kv_heads, dim, device=DEVICE, dtype=DTYPE)
+        where = torch.arange(tokens, device=DEVICE)
+        rope = (q, k, v, where, cos_sin, pool[0], pool[1], where)
+        chains: dict[str, Callable[[], object]] = {
+            "rms_norm": partial(fused.rms_norm, x, weight, 1e-5),
+            "add_rms_norm": partial(fused.add_rms_norm, x, x, weight, 1e-5),
+            "silu_and_mul": partial(fused.silu_and_mul, gate_up),
+            "rope_and_cache": partial(fused.rope_and_cache, *rope),
+            "a copy, for scale": partial(torch.clone, x),
+        }
+        cells = [f"{name} {graph_us([chain] * 20):.2f}" for name, chain in chains.items()]
+        rows.append([f"fused, {tokens} tokens, us", ", ".join(cells)])
+    return rows
+
+
+def sampling_rows() -> list[list[str]]:
+    """One call over llama's vocabulary, in microseconds, beside torch's sort of the logits."""
+    vocab = 128256
+    rows = []
+    for n in (1, 64, 256):
+        logits = torch.randn(n, vocab, device=DEVICE) * 3
+        full = {"temperature": 0.7, "top_p": 1.0, "min_p": 0.0}
+        options = {name: torch.full((n,), value, device=DEVICE) for name, value in full.items()}
+        options["top_k"] = torch.full((n,), -1, dtype=torch.int32, device=DEVICE)
+        options["seed"] = options["position"] = torch.arange(n, device=DEVICE)
+        variants: dict[str, dict[str, torch.Tensor]] = {
+            "greedy": options | {"temperature": torch.zeros(n, device=DEVICE)},
+            "plain": options,
+            "top_k 50": options | {"top_k": torch.full_like(options["top_k"], 50)},
+            "top_p 0.9": options | {"top_p": torch.full((n,), 0.9, device=DEVICE)},
+        }
+        cells = []
+        for name, variant in variants.items():
+            filtered = name.startswith("top")
+            call = partial(sampling.sample, logits, **variant, filtered=filtered)
+            cells.append(f"{name} {graph_us([call] * 4):.1f}")
+        cells.append(f"torch.sort {graph_us([partial(torch.sort, logits)]):.1f}")
+        rows.append([f"sampling, {n} rows, us", ", ".join(cells)])
+    return rows
+
+
 def sweep() -> list[list[str]]:
     """The five best launch shapes of decode, and the best of extend, for each problem."""
     tiles = [TileConfig(n, w, s) for n, w in SWEEP_TILES for s in (2, 3, 4)]
@@ -288,7 +343,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     started = time.monotonic()
-    rows = sweep() if args.sweep else decode_rows(args.flashinfer) + prefill_rows()
+    if args.sweep:
+        rows = sweep()
+    else:
+        rows = decode_rows(args.flashinfer) + prefill_rows() + fused_rows() + sampling_rows()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
     print_table(rows)
     print(f"{time.monotonic() - started:.0f} s")
