@@ -59,7 +59,7 @@ def sample(
     if logits.is_cuda:
         from duograph.kernels import sampling_triton
 
-        return sampling_triton.sample(
+        drawn: torch.Tensor = sampling_triton.sample(
             logits,
             temperature=temperature,
             top_k=top_k,
@@ -69,6 +69,7 @@ def sample(
             position=position,
             filtered=filtered,
         )
+        return drawn
     greedy = (temperature < GREEDY_EPSILON).unsqueeze(1)
     scaled = logits / torch.where(greedy, 1.0, temperature.unsqueeze(1))
     if filtered:

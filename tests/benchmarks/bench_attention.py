@@ -115,7 +115,7 @@ def _event_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / replays
+    return float(start.elapsed_time(end)) / replays
 
 
 def triton_backend(
