@@ -27,6 +27,7 @@ class PackedWeight:
 
     Attributes:
         handle: the int by which the op finds it, as an op takes tensors and numbers only.
+        nbytes: memory of the packed copy.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -38,6 +39,7 @@ class PackedWeight:
         if not fits_float16(weight):
             raise ValueError(f"weight is not within [-{FLOAT16_MAX}, {FLOAT16_MAX}]")
         self.out_features: int = weight.shape[0]
+        self.nbytes = 2 * weight.numel()
         self.handle = next(_HANDLES)
         self.packed: Any = torch.ops.quantized.linear_prepack_fp16(
             weight.float(), None if bias is None else bias.float()

@@ -7,7 +7,6 @@ range and divisibility here, and the rest of the floor may trust a ``ModelConfig
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,22 +118,6 @@ class ModelConfig:
         )
         return _parse(config, generation)
 
-    def with_context_length(self, context_length: int | None) -> ModelConfig:
-        """The same model with a shorter context; None leaves it as it is.
-
-        Raises:
-            ModelError: ``context_length`` is below 1 or longer than the model can do.
-        """
-        if context_length is None:
-            return self
-        if not 1 <= context_length <= self.context_length:
-            why = " (its sliding window)" if self.context_clipped_from else ""
-            raise ModelError(
-                f"--context-length {context_length} must be in [1, {self.context_length}], "
-                f"the model's context length{why}"
-            )
-        return dataclasses.replace(self, context_length=context_length)
-
     @property
     def num_parameters(self) -> int:
         """Weights of the model, tied ones counted once."""
@@ -162,7 +145,7 @@ def _parse(config: ConfigFile, generation: ConfigFile) -> ModelConfig:
         raise config.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
     head_dim = _head_dim(config, hidden_size, num_heads)
     vocab_size = config.integer("vocab_size", low=1, high=1 << 24)
-    context_length = config.integer("max_position_embeddings", low=1, high=1 << 27)
+    context_length = config.integer("max_position_embeddings", low=1, high=1 << 24)
     attention_bias = config.boolean("attention_bias", default=False)
     window = _sliding_window(config, architecture, num_layers)
     clipped = window is not None and window < context_length

@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from duograph.kernels.packed_linear import PackedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
@@ -83,6 +85,8 @@ class HasWeights(Protocol):
 @runtime_checkable
 class Packable(Protocol):
     """A layer that can change to a faster weight layout once its weights are loaded."""
+
+    packed: PackedWeight | None
 
     def can_pack(self) -> bool:
         """True if every weight survives the change."""

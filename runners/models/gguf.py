@@ -58,17 +58,21 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def convert_gguf(path: str | Path, out_dir: str | Path, progress: Progress | None = None) -> None:
     """Converts ``path`` to the folder ``out_dir``.
 
-    A folder that exists already is left alone, also when another process makes it meanwhile.
+    A finished folder is left alone, also when another process makes it meanwhile; an empty
+    one is filled.
 
     Args:
         progress: called with (tensors converted, tensors in all).
 
     Raises:
-        ModelError: the file is damaged or holds a model or tokenizer that is not supported.
+        ModelError: the file is damaged or holds a model or tokenizer that is not supported, or
+            ``out_dir`` is something else than a model folder.
     """
     source, target = Path(path), Path(out_dir)
-    if target.exists():
+    if (target / "config.json").is_file():
         return
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target}: exists and is no model folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -79,7 +83,7 @@ def convert_gguf(path: str | Path, out_dir: str | Path, progress: Progress | Non
         try:
             work.rename(target)
         except OSError:
-            if not target.is_dir():
+            if not (target / "config.json").is_file():
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)  # gone already if the rename went well

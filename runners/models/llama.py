@@ -82,6 +82,13 @@ class CausalLM(nn.Module):
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
 
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device, packed ones included."""
+        plain = {parameter.data_ptr(): parameter.nbytes for parameter in self.parameters()}
+        layers = [module for module in self.modules() if isinstance(module, Packable)]
+        packed = sum(layer.packed.nbytes for layer in layers if layer.packed is not None)
+        return sum(plain.values()) + packed
+
     def cos_sin(self, device: torch.device) -> torch.Tensor:
         """float32 [context_length, head_dim], the rotary table of this model."""
         return cos_sin_cache(

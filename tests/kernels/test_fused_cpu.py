@@ -1,0 +1,64 @@
+"""The torch twins of the fused kernels against formulas written out, and the KV write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from duograph.kernels import fused
+from duograph.kernels.kv_write import write_kv
+
+
+def test_norm_and_activation_match_their_formulas() -> None:
+    x, residual, weight = torch.randn(5, 32), torch.randn(5, 32), torch.rand(32)
+    total = x + residual
+    expected = total / (total.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    normed, added = fused.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(fused.rms_norm(total, weight, 1e-5), expected)
+    assert torch.equal(added, total)
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(fused.silu_and_mul(x), gate * torch.sigmoid(gate) * up)
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotation of each pair, one at a time."""
+    out, half = x.clone().float(), x.shape[-1] // 2
+    for t, position in enumerate(positions.tolist()):
+        for i in range(half):
+            cos, sin = cos_sin[position, i], cos_sin[position, half + i]
+            a, b = x[t, :, i].float(), x[t, :, half + i].float()
+            out[t, :, i], out[t, :, half + i] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("merged", [True, False])
+def test_rope_and_cache_rotates_and_writes(merged: bool, dtype: torch.dtype) -> None:
+    """Also when q and k are views of one projection, which takes another path."""
+    heads, kv_heads, dim = 6, 2, 8
+    parts = torch.randn(5, heads + 2 * kv_heads, dim).to(dtype).split((heads, 2, 2), dim=1)
+    q, k, v = parts if merged else (part.clone() for part in parts)
+    angles = torch.rand(50, dim // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.tensor([3, 49, 0, 7, 7])
+    out_cache_loc = torch.tensor([4, 9, 1, 2, 11])
+    expected_q, expected_k = rotated(q, positions, cos_sin), rotated(k, positions, cos_sin)
+    old_v = v.clone()
+    k_cache, v_cache = torch.full((2, 12, kv_heads, dim), -5.0, dtype=dtype)
+    fused.rope_and_cache(q, k, v, positions, cos_sin, k_cache, v_cache, out_cache_loc)
+    torch.testing.assert_close(q, expected_q.to(dtype))
+    torch.testing.assert_close(k, expected_k.to(dtype))
+    assert torch.equal(v, old_v)
+    assert torch.equal(k_cache[out_cache_loc], k) and torch.equal(v_cache[out_cache_loc], v)
+    others = [slot for slot in range(12) if slot not in out_cache_loc.tolist()]
+    assert (k_cache[others] == -5.0).all() and (v_cache[others] == -5.0).all()
+
+
+def test_kv_write_converts_to_the_pools_type_and_touches_no_other_slot() -> None:
+    k, v = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
+    k_cache, v_cache = torch.zeros(2, 6, 2, 4, dtype=torch.bfloat16)
+    write_kv(k, v, k_cache, v_cache, torch.tensor([5, 0, 2]))
+    assert torch.equal(k_cache[[5, 0, 2]], k.bfloat16())
+    assert torch.equal(v_cache[[5, 0, 2]], v.bfloat16())
+    assert not k_cache[[1, 3, 4]].any() and not v_cache[[1, 3, 4]].any()
