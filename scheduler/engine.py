@@ -118,7 +118,9 @@ class Engine:
         # process.
         faulthandler.dump_traceback_later(self._watchdog_timeout, exit=True, file=sys.stderr)
         stats, gauges = self.scheduler.stats, self.scheduler.gauges()
-        self._wires.to_frontends(Heartbeat(stats.steps, gauges.running, gauges.waiting))
+        heartbeat = Heartbeat(stats.steps, gauges.running, gauges.waiting)
+        self._wires.to_frontends(heartbeat)
+        self._wires.to_supervisor(heartbeat)
         since, tokens = self._metric_mark
         throughput = (stats.generation_tokens - tokens) / max(now - since, 1e-9)
         self._metric_mark = (now, stats.generation_tokens)

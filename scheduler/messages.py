@@ -141,4 +141,4 @@ class ProcessFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-ToSupervisor = EngineStatus | ProcessFailed
+ToSupervisor = EngineStatus | Heartbeat | ProcessFailed

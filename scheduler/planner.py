@@ -188,7 +188,9 @@ class Planner:
             granted = []
         if len(granted) < len(needy):
             stalled = {r.row for r in needy} - {r.row for r in granted}
-        ready = [r for r in queues.running if r.kv_len < r.kv_limit and r.row not in stalled]
+        ready = [r for r in queues.running if r.kv_len < r.kv_limit]
+        if stalled:
+            ready = [r for r in ready if r.row not in stalled]
         if not ready:
             return None
         plan = self._new_plan(is_extend=False)

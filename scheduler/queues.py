@@ -28,6 +28,7 @@ class Queues:
         self.in_flight: deque[Plan] = deque()  # launched and not committed, oldest first
         self.exchanged: list[tuple[Request, int, int]] = []  # column, page; see take_exchanged
         self.retractions = 0
+        self._has_ended = False
 
     @property
     def is_idle(self) -> bool:
@@ -37,10 +38,17 @@ class Queues:
         request.state = RequestState.WAITING
         bisect.insort(self.waiting, request, key=arrival_order)
 
+    def end(self, request: Request, *, keep: bool) -> None:
+        """The request is over; the lists drop it at the next ``sweep``."""
+        self.release(request, keep=keep)
+        request.state = RequestState.FINISHED
+        self._has_ended = True
+
     def sweep(self) -> None:
         """Drops finished requests from the lists."""
-        for queue in (self.waiting, self.prefilling, self.running):
-            if any(request.state is RequestState.FINISHED for request in queue):
+        if self._has_ended:
+            self._has_ended = False
+            for queue in (self.waiting, self.prefilling, self.running):
                 queue[:] = [r for r in queue if r.state is not RequestState.FINISHED]
 
     def is_in_flight(self, request: Request) -> bool:

@@ -52,7 +52,7 @@ class Scheduler:
         self.queues = Queues(limits, prefix_cache=not config.disable_radix_cache)
         self.live: dict[int, Request] = {}
         self._planner = Planner(self.queues, schedule_policy=config.schedule_policy)
-        self._outbox = Outbox()
+        self._outbox = Outbox(num_frontends)
         self._eos = frozenset(limits.eos_token_ids)
         self._arrivals = 0
         self._now = float("-inf")
@@ -205,43 +205,54 @@ class Scheduler:
             self.stats.extend_steps += 1
         else:
             self.stats.decode_steps += 1
-        emits = plan.emits or [True] * len(plan.requests)
+        self._take_tokens(plan, result)
+
+    def _take_tokens(self, plan: Plan, result: CompletedStep) -> None:
+        # The host's hottest loop: once per token. Locals and lists, nothing else, on the way of
+        # a plain token.
+        stats, outbox, now = self.stats, self._outbox, self._now
+        rids, tokens, logprobs = outbox.rids, outbox.tokens, result.logprobs
+        emits, vocab, finished = plan.emits, self.limits.vocab_size, RequestState.FINISHED
         gaps: list[float] = []
-        firsts = 0
-        now, vocab, outbox = self._now, self.limits.vocab_size, self._outbox
         for index, (request, token) in enumerate(zip(plan.requests, result.tokens, strict=True)):
-            if request.state is RequestState.FINISHED:
-                self.stats.wasted_rows += 1
+            if request.state is finished:
+                stats.wasted_rows += 1
                 continue
-            if not emits[index]:
+            if emits and not emits[index]:
                 continue
             try:
                 if not 0 <= token < vocab:
                     raise ValueError(f"the sampler gave token {token} of {vocab}")
-                if plan.is_extend:
+                if emits:
                     self.queues.publish(request)
-                logprobs = None
-                if index in result.logprobs:
-                    best = result.logprobs[index]
-                    logprobs = Logprobs(best.logprob, best.top_ids, best.top_logprobs)
-                request.output_ids.append(token)
-                outbox.token(request, token, logprobs)
+                output = request.output_ids
+                output.append(token)
+                frontend = request.frontend
+                rids[frontend].append(request.rid)
+                tokens[frontend].append(token)
+                if index in logprobs:
+                    best = logprobs[index]
+                    outbox.logprobs(
+                        frontend, Logprobs(best.logprob, best.top_ids, best.top_logprobs)
+                    )
                 if request.first_token_time is None:
-                    firsts += 1
-                    request.first_token_time = now
-                    self.stats.time_to_first_token.observe(now - request.arrival)
+                    self._note_first_token(request)
                 else:
                     gaps.append(request.last_token_time)
                 request.last_token_time = now
-                written = len(request.output_ids)
-                if token in request.stop_ids and written > request.sampling.min_new_tokens:
+                if token in request.stop_ids and len(output) > request.sampling.min_new_tokens:
                     self._finish(request, "stop", token)
-                elif written >= request.max_new_tokens:
+                elif len(output) >= request.max_new_tokens:
                     self._finish(request, "length")
             except Exception as error:  # ends this request only
                 self._fault(request, error)
-        self.stats.generation_tokens += firsts + len(gaps)
-        self.stats.observe_gaps(gaps, now)
+        stats.generation_tokens += len(gaps)
+        stats.observe_gaps(gaps, now)
+
+    def _note_first_token(self, request: Request) -> None:
+        request.first_token_time = self._now
+        self.stats.generation_tokens += 1
+        self.stats.time_to_first_token.observe(self._now - request.arrival)
 
     # Endings
 
@@ -273,8 +284,7 @@ class Scheduler:
     def _leave(self, request: Request, *, keep: bool) -> None:
         """The request is over. The lists drop it at the next sweep; a step in flight may still
         compute a row for it, which is thrown away."""
-        self.queues.release(request, keep=keep)
-        request.state = RequestState.FINISHED
+        self.queues.end(request, keep=keep)
         del self.live[request.rid]
 
     def _fault(self, request: Request, error: Exception) -> None:

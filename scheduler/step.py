@@ -91,32 +91,32 @@ class Step:
 class Outbox:
     """Collects the messages of one step, one per frontend."""
 
-    __slots__ = ("_boxes",)
+    __slots__ = ("_finished", "_logprobs", "rids", "tokens")
 
-    def __init__(self) -> None:
-        self._boxes: dict[int, StepTokens] = {}
+    def __init__(self, num_frontends: int) -> None:
+        self.rids: list[list[int]] = [[] for _ in range(num_frontends)]
+        self.tokens: list[list[int]] = [[] for _ in range(num_frontends)]
+        self._finished: list[list[Finished]] = [[] for _ in range(num_frontends)]
+        self._logprobs: list[dict[int, Logprobs]] = [{} for _ in range(num_frontends)]
 
-    def box(self, frontend: int) -> StepTokens:
-        box = self._boxes.get(frontend)
-        if box is None:
-            box = self._boxes[frontend] = StepTokens([], [], [])
-        return box
-
-    def token(self, request: Request, token: int, logprobs: Logprobs | None) -> None:
-        box = self.box(request.frontend)
-        if logprobs is not None:
-            if box.logprobs is None:
-                box = self._boxes[request.frontend] = StepTokens(
-                    box.rids, box.tokens, box.finished, {}
-                )
-            assert box.logprobs is not None
-            box.logprobs[len(box.rids)] = logprobs
-        box.rids.append(request.rid)
-        box.tokens.append(token)
+    def logprobs(self, frontend: int, logprobs: Logprobs) -> None:
+        """Of the token that was appended last to ``tokens[frontend]``."""
+        self._logprobs[frontend][len(self.tokens[frontend]) - 1] = logprobs
 
     def finished(self, frontend: int, message: Finished) -> None:
-        self.box(frontend).finished.append(message)
+        self._finished[frontend].append(message)
 
     def take(self) -> dict[int, StepTokens]:
-        boxes, self._boxes = self._boxes, {}
-        return boxes
+        messages: dict[int, StepTokens] = {}
+        for frontend, rids in enumerate(self.rids):
+            if not rids and not self._finished[frontend]:
+                continue
+            messages[frontend] = StepTokens(
+                rids,
+                self.tokens[frontend],
+                self._finished[frontend],
+                self._logprobs[frontend] or None,
+            )
+            self.rids[frontend], self.tokens[frontend] = [], []
+            self._finished[frontend], self._logprobs[frontend] = [], {}
+        return messages

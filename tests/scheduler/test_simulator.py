@@ -41,7 +41,7 @@ def test_a_few_histories_as_a_quick_check() -> None:
 
 
 def test_a_failure_names_the_seed_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outbox, "token", lambda *_: None)
+    monkeypatch.setattr(Outbox, "finished", lambda *_: None)
     with pytest.raises(SimulationFailed, match=r"seed 3,[\s\S]*page_size=[\s\S]*sim --seed 3"):
         run_seed(3)
 
