@@ -8,13 +8,16 @@ batch or backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 NAMESPACE = "duograph"
 
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 # The one piece of module-level mutable state in the project: filled at import by the
 # decorators below and only read afterwards.
@@ -27,7 +30,7 @@ def register_custom_op(
     mutates: Sequence[str],
     fake: Callable[..., Any] | None = None,
     split_point: bool = False,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers the decorated function as the opaque op ``duograph::<name>``.
 
     Args:
@@ -46,20 +49,22 @@ def register_custom_op(
     """
     qualified = f"{NAMESPACE}::{name}"
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         if hasattr(getattr(torch.ops, NAMESPACE), name):
             raise ValueError(f"custom op {qualified} is registered twice")
         # Not torch.library.custom_op: its autograd and version wrappers cost 47 us a call
         # where this costs 5 (measured, one CPU thread), and a layer makes several calls.
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(  # type: ignore[no-untyped-call]
+            name, function, "CompositeExplicitAutograd"
+        )
         torch.library.register_fake(
             qualified, fake if fake is not None else _returns_nothing, lib=_LIBRARY
         )
         if split_point:
             _SPLIT_OPS.add(f"{NAMESPACE}.{name}")
-        overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        overload: Callable[P, R] = getattr(getattr(torch.ops, NAMESPACE), name).default
         return overload
 
     return decorate

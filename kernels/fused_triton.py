@@ -57,7 +57,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     rows = out.numel() // width
     if rows:
-        _silu_and_mul_kernel[(triton.cdiv(width, _SILU_BLOCK), rows)](
+        _silu_and_mul_kernel[(rows, triton.cdiv(width, _SILU_BLOCK))](
             gate_up, out, width, BLOCK=_SILU_BLOCK, num_warps=4
         )
     return out
@@ -85,7 +85,7 @@ def rope_and_cache(
     if not tokens:
         return
     q_blocks = triton.cdiv(q_heads, _ROPE_HEADS)
-    _rope_and_cache_kernel[(q_blocks + triton.cdiv(kv_heads, _ROPE_HEADS), tokens)](
+    _rope_and_cache_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, _ROPE_HEADS))](
         q,
         k,
         v,
@@ -199,9 +199,9 @@ def _silu_and_mul_kernel(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (column blocks, rows)."""
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Grid (rows, column blocks): only the first dimension may exceed 65535."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     cells = columns < width
     start = gate_up + row * 2 * width
     gate = tl.load(start + columns, mask=cells, other=0.0).to(tl.float32)
@@ -255,9 +255,9 @@ def _rope_and_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ) -> None:
-    """Grid (head blocks, tokens): query head blocks first, then those of keys and values."""
-    block = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    """Grid (tokens, head blocks): query head blocks first, then those of keys and values."""
+    block = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_HALF)[None, :]
     angle = cos_sin + tl.load(positions + token) * cos_stride + dims
     cos = tl.load(angle, mask=dims < HALF, other=0.0).to(tl.float32)

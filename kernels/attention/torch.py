@@ -150,7 +150,7 @@ class TorchBackend:
     def _plan_of(self, meta: AttentionMetadata) -> _Plan:
         """The plan of this step. The kept tensors are compared by identity, so a new
         metadata object over the same buffers, unwritten since, shares it."""
-        sources = (meta.page_table, meta.req_pool_indices, meta.seq_lens)
+        sources: tuple[torch.Tensor, ...] = (meta.page_table, meta.req_pool_indices, meta.seq_lens)
         if meta.query_start_loc is not None:
             sources += (meta.query_start_loc,)
         versions = tuple(source._version for source in sources)

@@ -118,4 +118,5 @@ class Attention(nn.Module):
         # Allocated here, in the piece before the split op, so that its address is stable.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         attention(q, k, v, out, self.layer_id)
-        return self.o_proj(out.flatten(-2))
+        projected: torch.Tensor = self.o_proj(out.flatten(-2))
+        return projected

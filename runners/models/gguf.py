@@ -93,7 +93,7 @@ def _write_texts(file: GGUFFile, work: Path) -> None:
     tokenizer = gguf_tokenizer.build_tokenizer(file.path, file.fields)
     tokenizer.save(str(work / "tokenizer.json"))
     config = _config(file)
-    tokens = {
+    tokens: dict[str, Any] = {
         name: config[name]
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if name in config

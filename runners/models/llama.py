@@ -42,9 +42,11 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [T], int64 [T] to hidden states [T, hidden_size], normed."""
-        hidden, residual = self.embed_tokens(input_ids), None
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions)
+        assert residual is not None  # there is a layer
         hidden, _ = self.norm.add(hidden, residual)
         return hidden
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,12 @@ def llama3_divisors(factor: float) -> np.ndarray[Any, Any]:
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
     plain = 5e5 ** -(np.arange(0, 8, 2) / 8)
-    return (plain / scaled.numpy()).astype(np.float32)
+    divisors: np.ndarray[Any, Any] = (plain / scaled.numpy()).astype(np.float32)
+    return divisors
+
+
+def add_rope_freqs(divisors: np.ndarray[Any, Any], writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def test_llama3_scaling_is_found_again_from_its_divisors(tmp_path: Path) -> None:
@@ -249,7 +255,7 @@ def test_llama3_scaling_is_found_again_from_its_divisors(tmp_path: Path) -> None
             tmp_path / f"{name}.gguf",
             "llama",
             reference,
-            edit=lambda writer, d=divisors: writer.add_tensor("rope_freqs.weight", d),
+            edit=partial(add_rope_freqs, divisors),
         )
     convert_gguf(tmp_path / "good.gguf", tmp_path / "out")
     rope = ModelConfig.from_folder(tmp_path / "out").rope

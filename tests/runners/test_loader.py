@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from duograph.kernels import packed_linear
 from duograph.runners.config import RunnerConfig
+from duograph.runners.layers.block import DecoderBlock
 from duograph.runners.layers.weights import TPGroup, model_weight_slots
 from duograph.runners.model_config import ModelConfig, ModelError
 from duograph.runners.models.llama import CausalLM, create_model
@@ -31,6 +32,12 @@ def load(folder: Path, dtype: str = "float32", load_format: str = "auto") -> Cau
 def folder(tmp_path: Path) -> Path:
     save_reference("llama_tied", tmp_path)
     return tmp_path
+
+
+def block(model: CausalLM, layer: int) -> DecoderBlock:
+    module = model.model.layers[layer]
+    assert isinstance(module, DecoderBlock)
+    return module
 
 
 def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
@@ -84,7 +91,7 @@ def test_a_sharded_folder_equals_the_single_file(folder: Path, tmp_path: Path) -
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for part, chosen in enumerate((names[::2], names[1::2])):
         file = f"model-{part + 1:05d}-of-00002.safetensors"
         save_file({name: tensors[name] for name in chosen}, folder / file)
@@ -155,7 +162,7 @@ def test_sixteen_bit_weights_on_cpu_are_packed_unless_one_is_too_large(folder: P
     packed = load(folder, "bfloat16")
     assert packed.activation_dtype == torch.float32
     assert packed.lm_head.weight is None
-    assert packed.model.layers[0].mlp.down_proj.weight is None
+    assert block(packed, 0).mlp.down_proj.weight is None
     assert load(folder).lm_head.weight is not None  # float32 stays
 
     name = "model.layers.2.mlp.down_proj.weight"
@@ -194,7 +201,7 @@ def test_the_shards_of_two_ranks_put_together_are_the_whole(folder: Path) -> Non
                 slot.load(tensors[name])
         halves.append(half)
     x = torch.randn(5, 64)
-    layer, first, second = (m.model.layers[1] for m in (whole, *halves))
+    layer, first, second = (block(model, 1) for model in (whole, *halves))
     q_rows, kv_rows = 32, 8  # of one rank
     merged = [half.self_attn.qkv_proj(x) for half in (first, second)]
     parts = [out.split((q_rows, kv_rows, kv_rows), dim=-1) for out in merged]
