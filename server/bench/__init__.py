@@ -1,0 +1,37 @@
+"""``duograph bench KIND``: every figure the project claims comes from one of these.
+
+A kind is a module of this folder with ``main(arguments) -> exit code``; it is imported only
+when asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from duograph.scheduler.exit_codes import ExitCode
+from duograph.server.options import UsageError, did_you_mean
+
+KINDS = {
+    "cpu-peer": ("cpu_peer", "decode speed on CPU against transformers' generate, in one run"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one benchmark. Raises UsageError for an unknown kind."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, KINDS))
+        lines = [f"  {name:{width}}  {text}" for name, (_, text) in KINDS.items()]
+        print("usage: duograph bench KIND [flags]\n\nkinds:\n" + "\n".join(lines))
+        return ExitCode.OK if arguments else ExitCode.USAGE
+    if arguments[0] not in KINDS:
+        hint = did_you_mean(arguments[0], list(KINDS))
+        raise UsageError(f"unknown benchmark {arguments[0]!r}{hint}; duograph bench --help")
+    module = importlib.import_module(f"duograph.server.bench.{KINDS[arguments[0]][0]}")
+    code: int = module.main(list(arguments[1:]))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
