@@ -8,6 +8,7 @@ Skipped otherwise: triton decides at its import whether it interprets or compile
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from duograph.kernels import fused, fused_triton, sampling, sampling_triton
 from duograph.kernels.attention.triton import SplitPlan, TritonBackend, plan_splits
+from duograph.kernels.gemv_triton import fused_gemv
 
 CPU = torch.device("cpu")
 
@@ -271,3 +273,35 @@ def test_tiny_top_p_and_one_token_top_k_leave_the_most_likely() -> None:
     )
     assert tokens[:2].tolist() == [5, 5]
     assert tokens[2] in (5, 9)  # min_p 1 keeps all that equal the maximum
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("shape", [(100, 256), (64, 8192), (33, 600)])
+def test_fused_gemv_matches_the_chain(rows: int, shape: tuple[int, int]) -> None:
+    n, k = shape
+    weight, norm_weight = torch.randn(n, k) / k**0.5, torch.randn(k)
+    x, gate_up, residual = torch.randn(rows, k), torch.randn(rows, 2 * k), torch.randn(rows, n)
+    close = partial(torch.testing.assert_close, atol=2e-5, rtol=2e-5)
+    close(fused_gemv(x, weight), x @ weight.T)
+    close(
+        fused_gemv(x, weight, norm_weight=norm_weight, eps=1e-5),
+        fused.rms_norm(x, norm_weight, 1e-5) @ weight.T,
+    )
+    close(
+        fused_gemv(gate_up, weight, silu=True, residual=residual),
+        fused.silu_and_mul(gate_up) @ weight.T + residual,
+    )
+
+
+def test_fused_gemv_names_what_does_not_fit() -> None:
+    x, weight = torch.randn(1, 32), torch.randn(8, 32)
+    with pytest.raises(ValueError, match="not both"):
+        fused_gemv(x, weight, norm_weight=x[0], silu=True)
+    with pytest.raises(ValueError, match="1 to 4 rows"):
+        fused_gemv(torch.randn(5, 32), weight)
+    with pytest.raises(ValueError, match="residual must be"):
+        fused_gemv(x, weight, residual=torch.randn(1, 9))
+    with pytest.raises(ValueError, match="does not fit"):
+        fused_gemv(x, weight, silu=True)
+    with pytest.raises(ValueError, match="one dtype"):
+        fused_gemv(x.half(), weight)
