@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -34,6 +36,7 @@ def create_app(serving: Serving) -> ASGIApp:
     _add_openai_routes(api, serving)
     _add_health_routes(api, serving)
     _add_info_routes(api, serving)
+    _describe_bodies(api)
     http = serving.config.http
     app: ASGIApp = BearerAuth(api, serving.config.api_keys)
     app = HostCheck(
@@ -190,12 +193,29 @@ def _json(body: Any, *, status: int = 200, headers: dict[str, str] | None = None
     return Response(orjson.dumps(body), status, headers=headers, media_type="application/json")
 
 
-def _body_schema(model: Any) -> dict[str, Any]:
+def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """The body for /openapi.json: routes read it themselves, to count it while it arrives."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    content = {"application/json": {"schema": {"type": "object", "title": schema["title"]}}}
-    return {"requestBody": {"required": True, "content": content}}
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe_bodies(api: FastAPI) -> None:
+    """Puts the schemas that _body_schema points to into /openapi.json."""
+    generate = api.openapi
+    models: list[tuple[type[BaseModel], Literal["validation"]]] = [
+        (ChatRequest, "validation"),
+        (CompletionRequest, "validation"),
+    ]
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        template = "#/components/schemas/{model}"
+        _, definitions = models_json_schema(models, ref_template=template)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(definitions["$defs"])
+        return document
+
+    api.openapi = openapi  # type: ignore[method-assign]
 
 
 def _error_response(error: ApiError) -> Response:
