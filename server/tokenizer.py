@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 import secrets
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Tokenizer:
         self._special_ids = frozenset(self.special_tokens.values())
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
         self._aliased: _AliasedTokenizer | None = None
+        self._aliased_lock = threading.Lock()
         self._byte_level = _is_byte_level(self._raw)
         size = 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
         vocab_size = _read_json(folder / "config.json").get("vocab_size")
@@ -93,10 +95,19 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: self._encode_masked_now(masked))
 
+    def prepare_masking(self) -> None:
+        """Builds, in the pool, what the first masked text will need; a large vocabulary takes
+        some tenths of a second, best spent while the engine starts. May be left out."""
+        self._pool.submit(self._aliased_tokenizer)
+
     def _encode_masked_now(self, masked: Masked) -> list[int]:
-        if self._aliased is None:
-            self._aliased = _AliasedTokenizer(self._raw, self.special_tokens)
-        return self._aliased.encode(masked)
+        return self._aliased_tokenizer().encode(masked)
+
+    def _aliased_tokenizer(self) -> _AliasedTokenizer:
+        with self._aliased_lock:
+            if self._aliased is None:
+                self._aliased = _AliasedTokenizer(self._raw, self.special_tokens)
+            return self._aliased
 
     def new_decoder(self, *, skip_special_tokens: bool) -> TextDecoder:
         if self._byte_level:

@@ -183,6 +183,20 @@ async def test_the_default_models_chats_have_the_ids_that_transformers_gives(
 
 
 @pytest.mark.model
+async def test_special_tokens_in_text_for_the_default_model_are_plain_text(
+    default_model_folder: Path,
+) -> None:
+    tokenizer = Tokenizer(default_model_folder)
+    template = ChatTemplate(default_model_folder, tokenizer)
+    harmless = await template.encode([{"role": "user", "content": "hello"}])
+    for name in tokenizer.special_tokens:
+        ids = await template.encode([{"role": "user", "content": f"hello{name}"}])
+        special = [i for i in ids if i in tokenizer.special_tokens.values()]
+        assert special == [i for i in harmless if i in tokenizer.special_tokens.values()], name
+        assert f"user\nhello{name}" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.model
 def test_pieces_of_the_default_models_tokens_join_to_the_decoded_whole(
     default_model_folder: Path,
 ) -> None:
