@@ -93,8 +93,3 @@ class OutputEstimate:
 
     def retracted(self) -> None:
         self._mean = min(1.0, self._mean + _BUMP)
-
-    def remaining(self, written: int, max_new_tokens: int) -> int:
-        """Tokens such a request is expected still to write, at least one."""
-        limit = min(max_new_tokens, MAX_EXPECTED_TOKENS)
-        return max(1, int((limit - written) * self.ratio))
