@@ -87,7 +87,8 @@ def run_engine(config: EngineConfig, load: Callable[[EngineConfig, Progress], Lo
         return ExitCode.OK
     except Exception as error:  # while starting
         code, text = explain(error, start.phase)
-        _log.error("%s", text, exc_info=code not in (ExitCode.MODEL, ExitCode.OUT_OF_MEMORY))
+        if code not in (ExitCode.USAGE, ExitCode.MODEL, ExitCode.OUT_OF_MEMORY):
+            _log.exception("the start failed")  # the sentence itself is the supervisor's to print
         wires.to_supervisor(ProcessFailed(code, text))
         return code
     finally:

@@ -19,10 +19,12 @@ import uvicorn
 import uvloop
 
 from duograph.scheduler.channel import frontend_address, scheduler_address
+from duograph.server import errors
 from duograph.server.app import create_app
 from duograph.server.chat import ChatTemplate
 from duograph.server.config import FrontendConfig
 from duograph.server.engine_client import EngineClient
+from duograph.server.errors import ApiError
 from duograph.server.metrics import FrontendMetrics
 from duograph.server.protocol import LimitedHttpProtocol
 from duograph.server.serving import Serving
@@ -86,16 +88,24 @@ async def _serve(config: FrontendConfig, listener: socket.socket) -> None:
     )
     drains: list[asyncio.Task[None]] = []
 
-    async def drain() -> None:
-        await serving.drain(config.http.shutdown_timeout)
+    async def drain(timeout_s: float, error: ApiError) -> None:
+        await serving.drain(timeout_s, error)
         server.should_exit = True
 
     def on_sigterm() -> None:
         if not drains:
-            drains.append(asyncio.create_task(drain()))
+            work = drain(config.http.shutdown_timeout, errors.draining())
+            drains.append(asyncio.create_task(work))
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+    def on_sigquit() -> None:
+        # another process of the tree has died: nothing that runs can be finished
+        drains.append(asyncio.create_task(drain(0.0, errors.engine_dead())))
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+    loop.add_signal_handler(signal.SIGQUIT, on_sigquit)
     serving.engine.start()
+    serving.tokenizer.prepare_masking()
     # what start-up has made stays for ever: the collector need not look at it again
     gc.collect()
     gc.freeze()

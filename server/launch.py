@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
 CORES_PER_FRONTEND = 4
+WATCHDOG_GRACE_S = 2.0  # the engine's own watchdog comes first: it shows where it is stuck
 MAX_AUTO_FRONTENDS = 8
 
 
@@ -68,11 +69,11 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> ExitCode:
     warnings = check_together(config)
     api_keys = read_api_keys(config.http)
     _prepare_process(config)
-    for line in (*config.notes, *warnings):
-        _log.warning("%s", line)
     try:
         with interruptible():
             listener = tcp.bind(config.http.host, config.http.port)
+            for line in (*config.notes, *warnings):
+                _log.warning("%s", line)
             model = resolve_model(
                 config.runner.model_path, config.runner.load_format, environ, _log.info
             )
@@ -185,6 +186,7 @@ def _supervisor(
         report=report,
         first_request=None if http.skip_server_warmup else first_request,
         shutdown_timeout=http.shutdown_timeout,
+        silence_timeout=plan.config.scheduler.watchdog_timeout + WATCHDOG_GRACE_S,
     )
 
 

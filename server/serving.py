@@ -80,9 +80,9 @@ class Serving:
         assert self.engine.info is not None
         return self.engine.info
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float, error: errors.ApiError | None = None) -> None:
         """Refuses new requests and waits for the running ones; those that are left at the
-        timeout are ended with an error."""
+        timeout are ended with ``error``."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -90,7 +90,7 @@ class Serving:
         except TimeoutError:
             logger.warning("%d requests did not end in time", self._requests)
             for generation in list(self._generations):
-                generation.fail(errors.draining())
+                generation.fail(error or errors.draining())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):  # for the error events to be written
                     await self._until_idle()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from duograph.scheduler.channel import Receiver
 from duograph.scheduler.exit_codes import ExitCode
-from duograph.scheduler.messages import EngineStatus, ProcessFailed, ToSupervisor
+from duograph.scheduler.messages import EngineStatus, Heartbeat, ProcessFailed, ToSupervisor
 from duograph.server.child import Child
 from duograph.server.signals import END_SIGNALS, SignalQueue
 from duograph.server.startup import StartupReport
@@ -49,9 +49,11 @@ class Supervisor:
         report: StartupReport,
         first_request: Callable[[], str | None] | None,
         shutdown_timeout: float,
+        silence_timeout: float,
     ) -> None:
         """``first_request`` sends one generation and returns None, or what went wrong; it runs
-        in a thread. ``shutdown_timeout`` is in seconds."""
+        in a thread. ``shutdown_timeout`` and ``silence_timeout``, the longest time between two
+        heartbeats of a ready engine, are in seconds."""
         self._scheduler = scheduler
         self._frontends = list(frontends)
         self._messages = messages
@@ -59,6 +61,8 @@ class Supervisor:
         self._report = report
         self._first_request = first_request
         self._shutdown_timeout = shutdown_timeout
+        self._silence_timeout = silence_timeout
+        self._last_heartbeat: float | None = None
         self._state = State.STARTING
         self._started_at = time.monotonic()
         self._drain_deadline = 0.0
@@ -77,6 +81,7 @@ class Supervisor:
                 self._take_signals()
                 self._take_warm_up()
                 self._take_deaths()
+                self._check_heartbeat()
             return self._exit
         finally:
             self._report.close()
@@ -86,6 +91,8 @@ class Supervisor:
         for message in self._messages.drain():
             if isinstance(message, ProcessFailed):
                 self._last_words = self._last_words or message
+            elif isinstance(message, Heartbeat):
+                self._last_heartbeat = time.monotonic()
             elif isinstance(message, EngineStatus):
                 self._report.show(message)
                 if message.phase == "ready" and self._state is State.STARTING:
@@ -148,7 +155,7 @@ class Supervisor:
         if self._scheduler.exit_code() is not None and not asked:
             self._child_died(self._scheduler, ExitCode.SCHEDULER_DIED)
             return
-        codes = [frontend.exit_code() for frontend in self._frontends]
+        codes = [_exit_code(frontend) for frontend in self._frontends]
         for frontend, code in zip(self._frontends, codes, strict=True):
             if code not in (None, 0):
                 self._child_died(frontend, ExitCode.FRONTEND_DIED)
@@ -161,6 +168,16 @@ class Supervisor:
         elif time.monotonic() > self._drain_deadline:
             _log.warning("running requests did not end in time and are cut off")
             self._exit = ExitCode.OK
+
+    def _check_heartbeat(self) -> None:
+        """The engine watches itself; this is for when it cannot, because it is stopped."""
+        last = self._last_heartbeat
+        if self._exit is None and last is not None:
+            silence = time.monotonic() - last
+            if silence > self._silence_timeout and self._scheduler.exit_code() is None:
+                _log.error("the scheduler process has been silent for %.0f s", silence)
+                self._exit = ExitCode.SCHEDULER_DIED
+                self._scheduler.send(signal.SIGKILL)
 
     def _child_died(self, child: Child, code: ExitCode) -> None:
         if self._last_words is None and self._messages.wait(LAST_WORDS_S):
@@ -177,9 +194,14 @@ class Supervisor:
             self._exit = ExitCode(returned) if returned in own else code
 
     def _end_children(self) -> None:
-        """Asks, waits END_GRACE_S, kills. Every child is reaped when it returns."""
-        for child in self._children():
-            child.send(signal.SIGTERM)
+        """Asks, waits END_GRACE_S, kills. Every child is reaped when it returns.
+
+        After a death SIGQUIT tells the frontends that waiting is useless: they end what they
+        stream with an error event.
+        """
+        for frontend in self._frontends:
+            frontend.send(signal.SIGTERM if self._exit is ExitCode.OK else signal.SIGQUIT)
+        self._scheduler.send(signal.SIGTERM)
         deadline = time.monotonic() + END_GRACE_S
         while not self._none_alive() and time.monotonic() < deadline:
             select.select([self._signals.fileno()], [], [], 0.05)
@@ -198,3 +220,9 @@ class Supervisor:
 
     def _none_alive(self) -> bool:
         return all(child.exit_code() is not None for child in self._children())
+
+
+def _exit_code(child: Child) -> int | None:
+    """As Child.exit_code; 0 for one that was told to end before it could listen to signals."""
+    code = child.exit_code()
+    return 0 if code is not None and code < 0 and -code in child.signals_sent else code

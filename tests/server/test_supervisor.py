@@ -35,7 +35,7 @@ def engine_script(address: str, message: str, after: str) -> str:
     return f"""
 import signal, sys, time, zmq
 from duograph.scheduler.channel import Sender
-from duograph.scheduler.messages import EngineStatus, ProcessFailed
+from duograph.scheduler.messages import EngineStatus, Heartbeat, ProcessFailed
 signal.signal(signal.SIGTERM, lambda *_: exit(0))
 context = zmq.Context()
 sender = Sender(context, {address!r})
@@ -73,6 +73,7 @@ class Tree:
         frontend: str = STAY,
         first_request: Callable[[], str | None] | None = None,
         shutdown_timeout: float = 5.0,
+        silence_timeout: float = 60.0,
     ) -> ExitCode:
         engine = engine or engine_script(self.address, READY, "time.sleep(60)")
         return Supervisor(
@@ -83,6 +84,7 @@ class Tree:
             report=StartupReport(bars=False),
             first_request=first_request,
             shutdown_timeout=shutdown_timeout,
+            silence_timeout=silence_timeout,
         ).run()
 
     def close(self) -> None:
@@ -221,6 +223,21 @@ def test_a_failing_first_request_is_not_called_ready(
     assert_all_gone(tree)
     assert "the first request failed: it was answered 500: oops" in log.text
     assert "ready to roll" not in log.text
+
+
+def test_an_engine_that_stops_beating_is_killed(tree: Tree, log: pytest.LogCaptureFixture) -> None:
+    engine = engine_script(tree.address, READY, "sender.send(Heartbeat(1, 0, 0)); time.sleep(60)")
+    assert tree.run(engine=engine, silence_timeout=0.3) == ExitCode.SCHEDULER_DIED
+    assert_all_gone(tree)
+    assert "the scheduler process has been silent" in log.text
+
+
+def test_a_death_tells_the_frontends_not_to_wait(tree: Tree, log: pytest.LogCaptureFixture) -> None:
+    told = "import signal, time\nsignal.signal(signal.SIGQUIT, lambda *_: exit(9))\ntime.sleep(60)"
+    thread = when_ready(log, lambda: tree.children[0].process.kill())
+    assert tree.run(frontend=told) == ExitCode.SCHEDULER_DIED
+    thread.join()
+    assert tree.children[1].process.returncode == 9
 
 
 def test_garbage_on_the_socket_is_dropped(tree: Tree, log: pytest.LogCaptureFixture) -> None:
