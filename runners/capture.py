@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from duograph.runners.graph import freeze_gc, is_out_of_memory
+from duograph.runners.graph import is_out_of_memory
 from duograph.runners.memory import GIB, available_bytes
 
 logger = logging.getLogger(__name__)
@@ -82,25 +82,24 @@ def capture_largest_first(
     )
     logger.info("Capture %s %s %s", wording.title, wording.unit, sorted(order))
     bar = tqdm(order, disable=not sys.stderr.isatty())
-    with freeze_gc():
-        for done, size in enumerate(bar):
-            progress(wording.phase, done, len(order))
-            _announce(bar, wording, size, done, len(order), device)
-            try:
-                stats[size] = capture_one(size)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                if not is_out_of_memory(error):
-                    error.add_note(f"{wording.disable_flag} starts without these graphs")
-                    raise
-                dropped.append(size)
-                _warn_dropped(wording, size, device)
+    for done, size in enumerate(bar):
+        progress(wording.phase, done, len(order))
+        _announce(bar, wording, size, done, len(order), device)
+        try:
+            stats[size] = capture_one(size)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            if not is_out_of_memory(error):
+                error.add_note(f"{wording.disable_flag} starts without these graphs")
+                raise
+            dropped.append(size)
+            _warn_dropped(wording, size, device)
     progress(wording.phase, len(order), len(order))
     free_after = available_bytes(device)
     logger.info(
         "Capture %s end. Time elapsed: %.2f s. mem usage=%.2f GB. avail mem=%.2f GB.",
         wording.title,
         time.perf_counter() - started,
-        (free_before - free_after) / GIB,
+        max(0, free_before - free_after) / GIB,
         free_after / GIB,
     )
     return dict(sorted(stats.items())), dropped

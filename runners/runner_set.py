@@ -16,7 +16,7 @@ from duograph.runners.capture import Progress, SizeStats
 from duograph.runners.config import GraphConfig
 from duograph.runners.cuda_graph_runner import CudaGraphRunner
 from duograph.runners.eager_runner import EagerRunner
-from duograph.runners.graph import GraphBackend
+from duograph.runners.graph import GraphBackend, freeze_gc
 from duograph.runners.parts import RunnerParts
 from duograph.runners.piecewise import Cutter
 from duograph.runners.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
@@ -80,10 +80,11 @@ class RunnerSet:
     def capture(self, progress: Progress) -> None:
         """Both phases; prefill first, as its graphs are the larger ones and decode reuses
         their memory."""
-        if self.prefill is not None:
-            self.prefill.capture(progress)
-        if self.decode is not None:
-            self.decode.capture(progress)
+        with freeze_gc():
+            if self.prefill is not None:
+                self.prefill.capture(progress)
+            if self.decode is not None:
+                self.decode.capture(progress)
         self.parts.buffers.reset()
 
     def pick_runner(self, batch: ForwardBatch) -> Runner:

@@ -1,0 +1,151 @@
+"""Plays the scheduler for a model worker: rows, scattered pages, batches. Shared by the tests of
+the graph runners on CPU and CUDA; knows no graph."""
+
+from __future__ import annotations
+
+import torch
+
+from duograph.runners.batch import ForwardBatch, ForwardMode, RowInit, SamplingBatch
+from duograph.runners.config import GraphConfig, RunnerConfig
+from duograph.runners.model_config import ModelConfig
+from duograph.runners.models.dummy import fill_with_dummy_weights
+from duograph.runners.models.llama import CausalLM, create_model
+from duograph.runners.sampling_params import SamplingParams
+from duograph.runners.worker import ModelWorker
+
+VOCAB = 97
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def tiny_config(**changes: object) -> ModelConfig:
+    """Two layers, two query heads a KV head."""
+    shape: dict[str, object] = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "context_length": 128,
+        "rms_eps": 1e-5,
+        "dtype": "float32",
+    }
+    return ModelConfig(**(shape | changes))  # type: ignore[arg-type]
+
+
+def tiny_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    with torch.no_grad():
+        model = create_model(config, dtype=dtype, device=device)
+        fill_with_dummy_weights(model)
+    return model
+
+
+def make_worker(
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    graph: GraphConfig | None = None,
+    capture: bool = True,
+    model_changes: dict[str, object] | None = None,
+    **options: object,
+) -> ModelWorker:
+    """A worker over a tiny random model, captured unless told otherwise."""
+    settings: dict[str, object] = {
+        "page_size": 4,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 64,
+        "max_total_tokens": 1024,
+    }
+    config = RunnerConfig(**(settings | options), graph=graph or GraphConfig())  # type: ignore[arg-type]
+    model_config = tiny_config(**(model_changes or {}))
+    model = tiny_model(model_config, torch.device(device), dtype)
+    worker = ModelWorker(config, model_config, model, torch.device(device))
+    worker.plan_memory()
+    worker.build_runners()
+    if capture:
+        worker.capture(lambda phase, done, total: None)
+    return worker
+
+
+class WorkerDriver:
+    """Builds the batches of a few requests. Lengths advance when a batch is built."""
+
+    def __init__(self, worker: ModelWorker, seed: int = 0) -> None:
+        self.worker = worker
+        limits = worker.limits
+        self.page_size = limits.page_size
+        order = torch.randperm(limits.num_pages - 1, generator=torch.Generator().manual_seed(seed))
+        self._free = (order + 1).tolist()
+        self._pages: dict[int, list[int]] = {}
+        self._step = 0
+        self.lengths: dict[int, int] = {}
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+    def extend(
+        self,
+        chunks: dict[int, list[int]],
+        *,
+        params: dict[int, SamplingParams] | None = None,
+        sampling: SamplingBatch | None = None,
+    ) -> ForwardBatch:
+        """Appends tokens to rows; a row that is new takes its parameters (greedy if absent)."""
+        inits = [
+            RowInit(row, given, list(tokens), [])
+            for row, tokens in chunks.items()
+            if row not in self.lengths
+            for given in [(params or {}).get(row, GREEDY)]
+        ]
+        ids = [token for tokens in chunks.values() for token in tokens]
+        counts = {row: len(tokens) for row, tokens in chunks.items()}
+        return self._batch(ForwardMode.EXTEND, counts, ids, inits, sampling)
+
+    def decode(self, rows: list[int], sampling: SamplingBatch | None = None) -> ForwardBatch:
+        """One more token on each of ``rows``, which the device has in ``next_tokens``."""
+        return self._batch(ForwardMode.DECODE, dict.fromkeys(rows, 1), None, [], sampling)
+
+    def start(self, lengths: dict[int, int], params: SamplingParams = GREEDY) -> None:
+        """Prefills a random prompt of the given length on each row."""
+        for row, length in lengths.items():
+            batch = self.extend({row: self.prompt(length, seed=row)}, params={row: params})
+            self.worker.launch(batch).wait()
+
+    def _batch(
+        self,
+        mode: ForwardMode,
+        counts: dict[int, int],
+        ids: list[int] | None,
+        inits: list[RowInit],
+        sampling: SamplingBatch | None,
+    ) -> ForwardBatch:
+        positions: list[int] = []
+        slots: list[int] = []
+        updates: list[tuple[int, int, int]] = []
+        for row, count in counts.items():
+            begin = self.lengths.get(row, 0)
+            pages = self._pages.setdefault(row, [])
+            while len(pages) * self.page_size < begin + count:
+                updates.append((row, len(pages), self._free[-1]))
+                pages.append(self._free.pop())
+            where = range(begin, begin + count)
+            positions += where
+            slots += [pages[p // self.page_size] * self.page_size + p % self.page_size for p in where]
+            self.lengths[row] = begin + count
+        self._step += 1
+        return ForwardBatch(
+            step_id=self._step,
+            mode=mode,
+            req_pool_indices=torch.tensor(list(counts)),
+            seq_lens=torch.tensor([self.lengths[row] for row in counts], dtype=torch.int32),
+            positions=torch.tensor(positions),
+            out_cache_loc=torch.tensor(slots),
+            input_ids=None if ids is None else torch.tensor(ids),
+            extend_lens=list(counts.values()),
+            page_updates=torch.tensor(updates, dtype=torch.int32).T.contiguous() if updates else None,
+            row_inits=inits,
+            sampling=sampling or SamplingBatch(),
+        )
