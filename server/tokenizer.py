@@ -62,6 +62,8 @@ class Tokenizer:
         added = self._raw.get_added_tokens_decoder()
         # content -> id, of the tokens that the model was trained to see as marks
         self.special_tokens = {t.content: i for i, t in added.items() if t.special}
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._special_ids = frozenset(self.special_tokens.values())
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
         self._aliased: _AliasedTokenizer | None = None
@@ -123,7 +125,7 @@ class Tokenizer:
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
     def new_mask(self) -> SpecialTokenMask:
-        return SpecialTokenMask(self.special_tokens)
+        return SpecialTokenMask(self._special_pattern)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -148,9 +150,9 @@ class SpecialTokenMask:
     A template may trim, split or join texts; the marks pass through it, and afterwards the
     special tokens in the rendered chat are those that the template itself has written."""
 
-    def __init__(self, special_tokens: dict[str, int]) -> None:
-        longest_first = sorted(special_tokens, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        """``pattern`` finds every special token."""
+        self._pattern = pattern
         # digits and private-use characters survive upper, lower, trim and JSON filters
         self._nonce = f"\uf8d0{secrets.randbits(64)}"
         self._originals: list[str] = []

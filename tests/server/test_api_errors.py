@@ -206,17 +206,3 @@ def test_a_full_queue_is_answered_at_once_and_accepted_work_goes_on(
         server.frontend.send_signal(signal.SIGTERM)
         for future in waiting:
             check_envelope(future.result(), 503, "draining")
-
-
-def test_a_silent_engine_is_found_dead(model_folder: Any, monkeypatch: Any) -> None:
-    from duograph.scheduler.messages import EngineInfo, EngineStatus
-    from duograph.server import engine_client
-
-    client = object.__new__(engine_client.EngineClient)
-    client.status = EngineStatus(phase="ready")
-    client.info = EngineInfo(1, 1, 1, 1, {})
-    client._heartbeat_timeout_s = 30.0
-    client.now = time.monotonic() - 29
-    assert client.alive
-    client.now = time.monotonic() - 31
-    assert not client.alive
