@@ -31,7 +31,9 @@ def compile_pieces(cut: torch.fx.GraphModule, compiler: str) -> dict[str, Piece]
         if isinstance(module, torch.fx.GraphModule) and not _is_split_module(module)
     }
     if compiler == "eager":
-        return dict(modules)
+        # Interpreted, which only happens at capture: an op that cannot be captured is then
+        # reported with the line of the model that it came from.
+        return {name: torch.fx.Interpreter(module).run for name, module in modules.items()}
     inputs = _fake_inputs(cut)
     return {name: _compile(module, inputs[name]) for name, module in modules.items()}
 

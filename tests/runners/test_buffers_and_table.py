@@ -1,0 +1,123 @@
+"""The static buffers and the request tables: what a batch leaves in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from duograph.runners.batch import ForwardBatch, ForwardMode, RowInit, SamplingBatch
+from duograph.runners.buffers import GraphInputBuffers
+from duograph.runners.request_table import RequestTable
+from duograph.runners.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def decode_batch(size: int, **changes: object) -> ForwardBatch:
+    fields: dict[str, object] = {
+        "step_id": 1,
+        "mode": ForwardMode.DECODE,
+        "req_pool_indices": torch.arange(1, size + 1),
+        "seq_lens": torch.arange(11, size + 11, dtype=torch.int32),
+        "positions": torch.arange(10, size + 10),
+        "out_cache_loc": torch.arange(100, size + 100),
+        "input_ids": None,
+        "extend_lens": [1] * size,
+        "page_updates": None,
+        "row_inits": [],
+        "sampling": SamplingBatch(),
+    }
+    return ForwardBatch(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def buffers() -> GraphInputBuffers:
+    return GraphInputBuffers(max_bs=8, max_tokens=16, device=CPU)
+
+
+def test_fresh_buffers_hold_dummy_requests(buffers: GraphInputBuffers) -> None:
+    assert buffers.req_pool_indices.tolist() == [0] * 8
+    assert buffers.seq_lens.tolist() == [1] * 8
+    for per_token in (buffers.input_ids, buffers.positions, buffers.out_cache_loc):
+        assert per_token.tolist() == [0] * 16
+
+
+def test_rows_behind_the_batch_are_dummies_whatever_was_there_before(
+    buffers: GraphInputBuffers,
+) -> None:
+    for size in (8, 3, 5, 1, 8, 2):
+        buffers.load_decode(decode_batch(size), 8)
+        padding = 8 - size
+        assert buffers.req_pool_indices.tolist() == [*range(1, size + 1), *[0] * padding]
+        assert buffers.seq_lens.tolist() == [*range(11, size + 11), *[1] * padding]
+        assert buffers.positions.tolist() == [*range(10, size + 10), *[0] * (padding + 8)]
+        assert buffers.out_cache_loc.tolist() == [*range(100, size + 100), *[0] * (padding + 8)]
+
+
+def test_decode_after_prefill_finds_no_prompt_tokens_in_its_padding(
+    buffers: GraphInputBuffers,
+) -> None:
+    prompt = decode_batch(14, mode=ForwardMode.EXTEND, input_ids=torch.arange(50, 64))
+    buffers.load_extend(prompt, 16)
+    assert buffers.input_ids.tolist() == [*range(50, 64), 0, 0]
+    buffers.load_decode(decode_batch(2), 4)
+    assert buffers.positions.tolist() == [10, 11, *[0] * 14]
+    assert buffers.out_cache_loc.tolist() == [100, 101, *[0] * 14]
+
+
+def test_addresses_never_change(buffers: GraphInputBuffers) -> None:
+    tensors = (buffers.req_pool_indices, buffers.seq_lens, buffers.positions)
+    before = [tensor.data_ptr() for tensor in tensors]
+    buffers.load_decode(decode_batch(5), 8)
+    buffers.reset()
+    after = (buffers.req_pool_indices, buffers.seq_lens, buffers.positions)
+    assert [tensor.data_ptr() for tensor in after] == before
+
+
+def test_a_batch_that_does_not_fit_is_refused(buffers: GraphInputBuffers) -> None:
+    with pytest.raises(ValueError, match="batch of 5 cannot be padded to 4"):
+        buffers.load_decode(decode_batch(5), 4)
+    with pytest.raises(ValueError, match="padded to 9 in buffers of 8"):
+        buffers.load_decode(decode_batch(2), 9)
+    with pytest.raises(ValueError, match="input_ids"):
+        buffers.load_extend(decode_batch(2, mode=ForwardMode.EXTEND), 4)
+
+
+@pytest.fixture
+def table() -> RequestTable:
+    return RequestTable(max_running_requests=4, max_pages=3, vocab_size=10, device=CPU)
+
+
+def test_a_fresh_table_holds_greedy_dummies_on_page_0(table: RequestTable) -> None:
+    assert table.num_rows == 5
+    assert not table.page_table.any() and not table.next_tokens.any()
+    assert table.temperature.tolist() == [0.0] * 5
+    assert table.nbytes > 5 * (3 * 4 + 8 + 10 * 5)
+
+
+def test_rows_and_pages_are_applied(table: RequestTable) -> None:
+    params = SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.2, seed=-(2**63),
+        presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.3,
+    )  # fmt: skip
+    updates = torch.tensor([[3, 3, 1], [0, 2, 1], [7, 9, 4]], dtype=torch.int32)
+    inits = [RowInit(3, params, [1, 5, 5], [8, 8, 2]), RowInit(1, SamplingParams(seed=5))]
+    table.apply(decode_batch(1, row_inits=inits, page_updates=updates))
+    assert table.page_table.tolist() == [[0] * 3, [0, 4, 0], [0] * 3, [7, 0, 9], [0] * 3]
+    assert table.temperature[3] == 0.5 and table.top_p[3].item() == pytest.approx(0.9)
+    assert table.top_k.tolist() == [-1, -1, -1, 7, -1]
+    assert table.min_p[3].item() == pytest.approx(0.2)
+    assert table.seed.tolist() == [0, 5, 0, -(2**63), 0]
+    penalties = (table.presence, table.frequency, table.repetition)
+    assert [p[3].item() for p in penalties] == pytest.approx([0.1, 0.2, 1.3])
+    assert [p[1].item() for p in penalties] == [0.0, 0.0, 1.0]
+    assert table.prompt_mask[3].nonzero().flatten().tolist() == [1, 5]
+    assert table.output_counts[3].tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 2, 0]
+
+
+def test_a_row_taken_again_forgets_its_last_request(table: RequestTable) -> None:
+    penalized = SamplingParams(presence_penalty=1.0)
+    table.apply(decode_batch(1, row_inits=[RowInit(2, penalized, [1, 2], [3])]))
+    table.apply(decode_batch(1, row_inits=[RowInit(2, penalized, [4], [])]))
+    assert table.prompt_mask[2].nonzero().flatten().tolist() == [4]
+    assert not table.output_counts[2].any()

@@ -1,0 +1,166 @@
+"""Cutting at split ops: which pieces come out, and whether their sequence computes what the
+model computes, also with a split op that makes its own result."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from duograph.kernels.custom_op import register_custom_op, split_op_names
+from duograph.runners.graph import CaptureError
+from duograph.runners.piecewise import PieceSequence, TorchCompileCutter
+from duograph.runners.recorded_graph import RecordedGraphBackend
+
+WIDTH = 8
+
+
+@register_custom_op("test_mix_into", mutates=("out",), split_point=True)
+def mix_into(x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+    """Stands for attention: writes to a tensor that the piece before made."""
+    out.copy_(x.flip(-1) + layer)
+
+
+@register_custom_op("test_all_reduce", mutates=(), fake=torch.empty_like, split_point=True)
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a collective that returns a new tensor."""
+    return x * 3.0
+
+
+@register_custom_op(
+    "test_pair",
+    mutates=(),
+    fake=lambda x: (torch.empty_like(x), torch.empty_like(x)),
+    split_point=True,
+)
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x + 1.0, x - 1.0
+
+
+class Toy(nn.Module):
+    """Embeds and then, per layer, projects, splits, mixes and reduces."""
+
+    def __init__(self, layers: int, *, reduce: bool = False, pairs: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(layers))
+        self.reduce = reduce
+        self.pairs = pairs
+        self.requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(input_ids) + positions.unsqueeze(-1)
+        for layer, projection in enumerate(self.projections):
+            left, right = projection(x).split([WIDTH, WIDTH], dim=-1)
+            left.mul_(0.5)
+            out = torch.empty_like(left)
+            mix_into(left, out, layer)
+            x = x + out + right  # right shares memory with left and crosses the split
+            if self.reduce:
+                x = all_reduce(x)
+            if self.pairs:
+                up, down = pair(x)
+                x = up * down
+        return x
+
+
+class Level:
+    """A model cut and captured at some levels, largest first."""
+
+    def __init__(self, model: nn.Module, *levels: int) -> None:
+        self.model = model
+        self.backend = RecordedGraphBackend()
+        self.cutter = TorchCompileCutter("eager")
+        self.ids = torch.zeros(max(levels), dtype=torch.int64)
+        self.positions = torch.zeros(max(levels), dtype=torch.int64)
+        self.cutter.prepare(model, self.ids[:5].clone(), self.positions[:5].clone())
+        self.sequences: dict[int, PieceSequence] = {}
+        for level in sorted(levels, reverse=True):
+            self.sequences[level] = self.cutter.capture(
+                self.backend, self.ids[:level], self.positions[:level], 0
+            )
+            gc.collect()
+        self.cutter.seal()
+
+    def check(self, level: int) -> None:
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            self.ids.copy_(torch.randint(0, 50, self.ids.shape, generator=generator))
+            self.positions.copy_(torch.randint(0, 9, self.ids.shape, generator=generator))
+            with torch.no_grad():
+                self.sequences[level].replay()
+                expected = self.model(self.ids[:level], self.positions[:level])
+            assert torch.equal(self.sequences[level].output, expected)
+
+
+def test_pieces_lie_between_split_ops() -> None:
+    cut = Level(Toy(3), 8)
+    assert cut.sequences[8].num_pieces == 4
+    assert len(cut.sequences[8].steps) == 7  # and three split ops
+    cut.check(8)
+
+
+def test_one_trace_serves_every_level_in_any_order() -> None:
+    cut = Level(Toy(2), 16, 3, 8)
+    for level in (3, 16, 8, 16, 3):
+        cut.check(level)
+    assert cut.cutter.recompiles == 0
+
+
+def test_a_second_registered_split_op_cuts_too() -> None:
+    assert {"duograph.test_mix_into", "duograph.test_all_reduce"} <= split_op_names()
+    cut = Level(Toy(2, reduce=True), 8, 4)
+    # the last reduce is the end: nothing follows it
+    assert cut.sequences[8].num_pieces == 4
+    cut.check(4)
+    cut.check(8)
+
+
+def test_the_result_of_a_split_op_is_kept_where_the_next_piece_reads_it() -> None:
+    cut = Level(Toy(2, reduce=True), 8)
+    keep = [torch.empty(8, WIDTH) for _ in range(50)]  # no luck with the allocator
+    cut.check(8)
+    assert len(keep) == 50
+
+
+def test_a_split_op_may_return_several_tensors() -> None:
+    cut = Level(Toy(2, pairs=True), 8, 5)
+    cut.check(8)
+    cut.check(5)
+
+
+def test_intermediates_share_memory_as_in_an_eager_run() -> None:
+    few, many = Level(Toy(2), 64), Level(Toy(12), 64)
+    assert many.backend.pool_bytes() < 2 * few.backend.pool_bytes()
+
+
+def test_a_smaller_level_takes_no_memory_of_its_own() -> None:
+    one, three = Level(Toy(3), 64), Level(Toy(3), 64, 32, 8)
+    # but for its result, which is never dropped
+    extra = three.backend.pool_bytes() - one.backend.pool_bytes()
+    assert extra <= 2 * 64 * WIDTH * 4
+
+
+class ReadsAValue(Toy):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = super().forward(input_ids, positions)
+        return x * positions.max().item()  # the host read
+
+
+class Branches(Toy):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = super().forward(input_ids, positions)
+        return x if positions.sum() > 0 else -x
+
+
+def test_a_value_read_on_the_host_is_refused_with_the_line_of_the_model() -> None:
+    with pytest.raises(CaptureError, match=r"Tensor.item cannot be in a graph") as error:
+        Level(ReadsAValue(1), 8)
+    assert __file__ in str(error.value) and "# the host read" in str(error.value)
+
+
+def test_a_branch_on_data_is_refused() -> None:
+    with pytest.raises(CaptureError, match="cannot trace the prefill forward"):
+        Level(Branches(1), 8)
