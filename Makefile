@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INPUTS := pyproject.toml .ci/constraints.txt
 FLOORS := kernels runners scheduler server
-# mypy sees the floors under their import name, through the .src link
-TYPED := $(addprefix .src/duograph/,$(FLOORS)) tests
+# mypy sees every file under its import name, through the .src link
+TYPED := $(addprefix .src/duograph/,$(FLOORS) tests)
 
 .PHONY: help serve test test-fast check format clean
 

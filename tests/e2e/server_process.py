@@ -3,6 +3,7 @@ deadline, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -76,11 +77,11 @@ class ServerProcess:
     ) -> None:
         if error is not None:
             print(self.log())
-        for process in [*self.members(), self.process]:
-            try:
-                process.kill()
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                pass
+        members = self.members()
+        self.process.kill()
+        for member in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
         self.process.wait(30)
         shutil.rmtree(self.run_parent, ignore_errors=True)  # a successor may have done it
 
