@@ -101,22 +101,14 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size], positions int64 [T]; returns [T, hidden_size]."""
-        q, k, v = self.qkv_proj(hidden).split(
-            (
-                self.num_heads * self.head_dim,
-                self.num_kv_heads * self.head_dim,
-                self.num_kv_heads * self.head_dim,
-            ),
-            dim=-1,
-        )
-        q = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv_proj(hidden).view(-1, heads + 2 * kv_heads, head_dim)
+        q, k, v = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rope_and_cache(q, k, v, positions, self.layer_id)
         # Allocated here, in the piece before the split op, so that its address is stable.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         attention(q, k, v, out, self.layer_id)
-        projected: torch.Tensor = self.o_proj(out.flatten(-2))
+        projected: torch.Tensor = self.o_proj(out.view(-1, heads * head_dim))
         return projected

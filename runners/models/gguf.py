@@ -145,7 +145,8 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": key("rope.freq_base", 10_000.0),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": False,
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "dtype": "bfloat16",
     }
     window = key("attention.sliding_window", 0)

@@ -7,6 +7,8 @@ a batch is laid out in memory is not known here.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import nn
 
@@ -116,8 +118,10 @@ class CausalLM(nn.Module):
             or not all(layer.can_pack() for layer in layers)
         ):
             return False
-        for layer in layers:
-            layer.pack()
+        # Packing one weight uses one core: 2.5 s in all for 135M parameters.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for done in [pool.submit(layer.pack) for layer in layers]:
+                done.result()
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.float()
