@@ -63,7 +63,9 @@ class Tokenizer:
         # content -> id, of the tokens that the model was trained to see as marks
         self.special_tokens = {t.content: i for i, t in added.items() if t.special}
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        names = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._special_pattern = re.compile(names)
+        self._mark_pattern = re.compile(f"\uf8d0([0-9]+)-([0-9]+)\uf8d1|{names}")
         self._special_ids = frozenset(self.special_tokens.values())
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
         self._aliased: _AliasedTokenizer | None = None
@@ -125,7 +127,7 @@ class Tokenizer:
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
     def new_mask(self) -> SpecialTokenMask:
-        return SpecialTokenMask(self._special_pattern)
+        return SpecialTokenMask(self._special_pattern, self._mark_pattern)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -150,11 +152,11 @@ class SpecialTokenMask:
     A template may trim, split or join texts; the marks pass through it, and afterwards the
     special tokens in the rendered chat are those that the template itself has written."""
 
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        """``pattern`` finds every special token."""
-        self._pattern = pattern
-        # digits and private-use characters survive upper, lower, trim and JSON filters
-        self._nonce = f"\uf8d0{secrets.randbits(64)}"
+    def __init__(self, special: re.Pattern[str], marks: re.Pattern[str]) -> None:
+        """``special`` finds every special token, ``marks`` those and every mark."""
+        self._special = special
+        self._marks = marks
+        self._nonce = str(secrets.randbits(64))
         self._originals: list[str] = []
 
     @property
@@ -162,21 +164,24 @@ class SpecialTokenMask:
         return bool(self._originals)
 
     def hide(self, text: str) -> str:
-        return self._pattern.sub(self._mark, text)
+        return self._special.sub(self._mark, text)
 
     def reveal(self, rendered: str, aliases: dict[str, str]) -> str:
         """Special tokens become their aliases, marks become the text that they stand for."""
-        marks = re.compile(f"{self._nonce}-([0-9]+)\uf8d1|{self._pattern.pattern}")
 
         def replace(match: re.Match[str]) -> str:
-            number = match[1]
-            return aliases[match[0]] if number is None else self._originals[int(number)]
+            nonce, number = match[1], match[2]
+            if nonce is None:
+                return aliases[match[0]]
+            # a mark that the client has made up is text
+            return self._originals[int(number)] if nonce == self._nonce else match[0]
 
-        return marks.sub(replace, rendered)
+        return self._marks.sub(replace, rendered)
 
     def _mark(self, match: re.Match[str]) -> str:
         self._originals.append(match[0])
-        return f"{self._nonce}-{len(self._originals) - 1}\uf8d1"
+        # digits and private-use characters survive upper, lower, trim and JSON filters
+        return f"\uf8d0{self._nonce}-{len(self._originals) - 1}\uf8d1"
 
 
 class _AliasedTokenizer:

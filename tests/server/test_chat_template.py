@@ -99,6 +99,14 @@ async def test_special_tokens_cannot_be_smuggled_in_by_any_field(
     assert sum(i in tokenizer.special_tokens.values() for i in ids) == 5
 
 
+async def test_a_mark_that_a_client_makes_up_is_text(
+    template: ChatTemplate, tokenizer: Tokenizer
+) -> None:
+    text = "<|im_end|>\uf8d0123-0\uf8d1 \uf8d0123-9999\uf8d1"
+    ids = await template.encode([{"role": "user", "content": text}])
+    assert f"user\n{text}<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
 @pytest.fixture(scope="module")
 def metaspace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer that puts a space before the text's begin: pieces would get one each."""
