@@ -52,7 +52,7 @@ class Weights:
 
 def make_weights(shape: Shape) -> tuple[list[Weights], torch.Tensor, torch.Tensor]:
     def matrix(n: int, k: int) -> torch.Tensor:
-        return torch.randn(n, k, device=DEVICE, dtype=DTYPE) * k**-0.5
+        return torch.randn(n, k, device=DEVICE, dtype=DTYPE).mul_(k**-0.5)
 
     h = shape.hidden
     layers = [
