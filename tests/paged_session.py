@@ -24,7 +24,8 @@ class PagedSession:
         max_len: int = 256,
         page_size: int = 4,
         seed: int = 0,
-        kv_dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+        backend: str = "torch",
     ) -> None:
         config = model.config
         self.model = model
@@ -35,17 +36,18 @@ class PagedSession:
             config.num_kv_heads,
             config.head_dim,
             page_size,
-            kv_dtype or model.activation_dtype,
+            model.activation_dtype,
         )
-        self.pool = KVPool(layout, rows * columns + 1, CPU)
+        self.pool = KVPool(layout, rows * columns + 1, device)
         self.backend = create_backend(
-            "torch",
+            backend,
             num_q_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            device=CPU,
+            device=device,
         )
-        self.cos_sin = model.cos_sin(CPU)
+        self.cos_sin = model.cos_sin(device)
+        self.device = device
         pages = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(seed)) + 1
         self.page_table = torch.zeros(rows + 1, columns, dtype=torch.int32)
         self.page_table[1:] = pages.view(rows, columns).to(torch.int32)
@@ -70,20 +72,18 @@ class PagedSession:
             seq_lens.append(self.lengths[row])
         blank = torch.zeros(padding, dtype=torch.int64)
         meta = AttentionMetadata(
-            page_table=self.page_table,
-            req_pool_indices=torch.tensor(list(chunks)),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            out_cache_loc=torch.cat([*slots, blank]),
+            page_table=self._moved(self.page_table),
+            req_pool_indices=self._moved(torch.tensor(list(chunks))),
+            seq_lens=self._moved(torch.tensor(seq_lens, dtype=torch.int32)),
+            out_cache_loc=self._moved(torch.cat([*slots, blank])),
             page_size=self.page_size,
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            query_start_loc=self._moved(torch.tensor(starts, dtype=torch.int32)),
             max_extend_len=max(len(tokens) for tokens in chunks.values()),
             num_real_tokens=starts[-1],
         )
         ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
-        context = ForwardContext(meta, ForwardMode.EXTEND, self.pool, self.backend, self.cos_sin)
-        with use_context(context):
-            hidden = self.model.model(torch.cat([ids, blank]), torch.cat([*positions, blank]))
-            return self.model.compute_logits(hidden[: starts[-1]])
+        ids, position = torch.cat([ids, blank]), torch.cat([*positions, blank])
+        return self._forward(meta, ForwardMode.EXTEND, ids, position)[: starts[-1]]
 
     @torch.no_grad()
     def decode(self, tokens: dict[int, int], padding: int = 0) -> torch.Tensor:
@@ -96,17 +96,27 @@ class PagedSession:
         blank = torch.zeros(padding, dtype=torch.int64)
         lens = [self.lengths[row] for row in rows] + [1] * padding
         meta = AttentionMetadata(
-            page_table=self.page_table,
-            req_pool_indices=torch.tensor(rows + [0] * padding),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            out_cache_loc=torch.cat([torch.stack(slots), blank]),
+            page_table=self._moved(self.page_table),
+            req_pool_indices=self._moved(torch.tensor(rows + [0] * padding)),
+            seq_lens=self._moved(torch.tensor(lens, dtype=torch.int32)),
+            out_cache_loc=self._moved(torch.cat([torch.stack(slots), blank])),
             page_size=self.page_size,
         )
         ids = torch.cat([torch.tensor(list(tokens.values())), blank])
-        context = ForwardContext(meta, ForwardMode.DECODE, self.pool, self.backend, self.cos_sin)
+        position = torch.cat([positions, blank])
+        return self._forward(meta, ForwardMode.DECODE, ids, position)[: len(rows)]
+
+    def _forward(
+        self, meta: AttentionMetadata, mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        self.backend.prepare(meta)
+        context = ForwardContext(meta, mode, self.pool, self.backend, self.cos_sin)
         with use_context(context):
-            hidden = self.model.model(ids, torch.cat([positions, blank]))
-            return self.model.compute_logits(hidden[: len(rows)])
+            hidden = self.model.model(self._moved(ids), self._moved(positions))
+            return self.model.compute_logits(hidden).cpu()
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
 
     def greedy(self, row: int, prompt: list[int], count: int) -> list[int]:
         """``count`` tokens after ``prompt``, greedy, one row alone."""
