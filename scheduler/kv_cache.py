@@ -41,7 +41,7 @@ class KVCache:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.tree = RadixCache(page_size)
-        self._prefix_cache = prefix_cache
+        self.has_prefix_cache = prefix_cache
 
     @property
     def available(self) -> int:
@@ -97,7 +97,7 @@ class KVCache:
         the tree's with the same content; its own is free then.
         """
         count = len(key) // (4 * self.page_size)
-        if not self._prefix_cache or count <= lease.shared:
+        if not self.has_prefix_cache or count <= lease.shared:
             return []
         mine = lease.pages[:count]
         end, theirs = self.tree.insert(namespace, key[: count * 4 * self.page_size], mine)

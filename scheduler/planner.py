@@ -16,10 +16,14 @@ import math
 from duograph.scheduler import policy
 from duograph.scheduler.admission import MAX_EXPECTED_TOKENS
 from duograph.scheduler.queues import Queues
+from duograph.scheduler.radix_cache import TOKEN_BYTES, common_length
 from duograph.scheduler.request import Request, RequestState
 from duograph.scheduler.step import Plan
 
 MAX_EXTENDS_IN_A_ROW = 2
+# A newcomer waits for a twin whose prefix is being computed if that spares it at least so many
+# tokens and half of its own prefill. Below, one more step would cost it more than it saves.
+MIN_SPARED_TOKENS = 32
 
 
 class Planner:
@@ -27,6 +31,7 @@ class Planner:
         self._queues = queues
         self._lpm = schedule_policy == "lpm"
         self._next_step_id = 0
+        self.min_spared_tokens = MIN_SPARED_TOKENS
         self._extends_in_a_row = 0  # while a decode waited
         self.faulted: list[tuple[Request, Exception]] = []  # admission failed; for the caller
 
@@ -93,12 +98,15 @@ class Planner:
             if budget == 0 or not queues.free_rows or queues.is_in_flight(request):
                 break
             try:
-                if not self._open(request, growth):
+                key = request.key
+                if self._has_twin(request, key):
+                    continue
+                if not self._open(request, key, growth):
                     break
             except Exception as error:  # ends this request only; reported by the caller
                 self.faulted.append((request, error))
                 continue
-            self._enter(plan, request)
+            self._enter(plan, request, key)
             growth += self._expected_output(request)
             budget -= self._add_chunk(plan, request, budget)
             if request.state is RequestState.PREFILL:
@@ -109,11 +117,27 @@ class Planner:
                 for request in queues.waiting[: policy.LPM_WINDOW]:
                     request.deferred += 1
 
-    def _open(self, request: Request, growth: float) -> bool:
+    def _has_twin(self, request: Request, key: bytes) -> bool:
+        """Whether a request that is being prefilled will soon have published most of ``key``:
+        of n choices, or of a burst with one system prompt, the first computes it for all."""
+        queues = self._queues
+        twins = [r for r in queues.unpublished if r.cache_salt == request.cache_salt]
+        if not twins or not queues.kv.has_prefix_cache:
+            return False
+        page_size = queues.kv.page_size
+        cached = queues.kv.match(request.cache_salt, key)
+        left = len(key) // TOKEN_BYTES - cached
+        for twin in twins:
+            shared = common_length(twin.prefill_key, key) // TOKEN_BYTES
+            spared = min(shared, len(key) // TOKEN_BYTES - 1) // page_size * page_size - cached
+            if spared >= self.min_spared_tokens and 2 * spared >= left:
+                return True
+        return False
+
+    def _open(self, request: Request, key: bytes, growth: float) -> bool:
         """Gives the request its pages if they, and what the others are expected to need, are
         there. A request that would be alone needs its pages only."""
         queues, kv = self._queues, self._queues.kv
-        key = request.key
         need = kv.cost(request.cache_salt, key)
         if queues.running or queues.prefilling:
             need += math.ceil((growth + self._expected_output(request)) / kv.page_size)
@@ -122,13 +146,15 @@ class Planner:
         request.lease = kv.open(request.cache_salt, key)
         return request.lease is not None
 
-    def _enter(self, plan: Plan, request: Request) -> None:
+    def _enter(self, plan: Plan, request: Request, key: bytes) -> None:
         assert request.lease is not None
         queues = self._queues
         request.state = RequestState.PREFILL
         request.row = queues.free_rows.pop()
         request.kv_len = request.lease.num_cached_pages * queues.kv.page_size
         request.prefill_len = request.prompt_len + len(request.output_ids)
+        request.prefill_key = key
+        queues.unpublished.append(request)
         plan.new_rows.append(request)
         plan.cached_tokens += request.kv_len
         row = request.row

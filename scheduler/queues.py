@@ -24,6 +24,7 @@ class Queues:
         self.waiting: list[Request] = []  # sorted by arrival_order
         self.prefilling: list[Request] = []  # has pages for its whole prefix; chunks are missing
         self.running: list[Request] = []  # decodes
+        self.unpublished: list[Request] = []  # their prefix is being computed
         self.free_rows = list(range(limits.max_running_requests, 0, -1))  # row 0 is the dummy
         self.in_flight: deque[Plan] = deque()  # launched and not committed, oldest first
         self.exchanged: list[tuple[Request, int, int]] = []  # column, page; see take_exchanged
@@ -57,7 +58,9 @@ class Queues:
     def publish(self, request: Request) -> None:
         """The request's whole prefix has been computed: others may share its pages."""
         if request.lease is not None and request.state is RequestState.DECODE:
-            changes = self.kv.publish(request.lease, request.cache_salt, request.key)
+            self.unpublished.remove(request)
+            key, request.prefill_key = request.prefill_key, b""
+            changes = self.kv.publish(request.lease, request.cache_salt, key)
             self.exchanged += [(request, column, page) for column, page in changes]
 
     def take_exchanged(self) -> list[tuple[int, int, int]]:
@@ -107,6 +110,9 @@ class Queues:
         else:
             newest.late_pages += late
             newest.late_rows.append(request.row)
+        if request.prefill_key:
+            self.unpublished.remove(request)
+            request.prefill_key = b""
         request.lease, request.row, request.kv_len = None, 0, 0
 
     def free_late(self, plan: Plan) -> None:

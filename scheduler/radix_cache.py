@@ -18,6 +18,13 @@ import numpy as np
 TOKEN_BYTES = 4  # int32
 
 
+def common_length(a: bytes, b: bytes) -> int:
+    """How many leading bytes are equal."""
+    count = min(len(a), len(b))
+    differs = np.flatnonzero(np.frombuffer(a, np.uint8, count) != np.frombuffer(b, np.uint8, count))
+    return int(differs[0]) if differs.size else count
+
+
 class Node:
     """The tokens and pages of one edge. Opaque to everybody but RadixCache."""
 
@@ -157,10 +164,7 @@ class RadixCache:
                 path.append(child)
                 node, at = child, at + len(child.key)
                 continue
-            count = min(len(child.key), limit - at)
-            theirs = np.frombuffer(child.key, np.uint8, count)
-            differs = np.flatnonzero(theirs != np.frombuffer(key, np.uint8, count, at))
-            equal = int(differs[0]) if differs.size else count
+            equal = common_length(child.key, key[at:limit])
             return path, equal // self._page_bytes
         return path, 0
 

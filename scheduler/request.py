@@ -43,6 +43,7 @@ class Request:
         "max_new_tokens",
         "needs_filter",
         "output_ids",
+        "prefill_key",
         "prefill_len",
         "prompt",
         "prompt_len",
@@ -83,6 +84,7 @@ class Request:
         self.lease: PageLease | None = None
         self.kv_len = 0
         self.prefill_len = self.prompt_len
+        self.prefill_key = b""  # the prefix that is being computed, until it is published
         self.kv_limit = self.prompt_len + self.max_new_tokens - 1
         self.last_step = -1  # id of the last step this request is part of
         self.retractions = 0

@@ -58,6 +58,7 @@ class Scheduler:
         self._now = float("-inf")
         self._next_expiry = float("-inf")
         self._faults: deque[float] = deque(maxlen=MAX_FAULTS)
+        self._fatal: EngineFault | None = None
         self.fault_log: list[tuple[int, Exception]] = []  # for the caller to log and clear
 
     @property
@@ -78,12 +79,16 @@ class Scheduler:
             self._next_expiry = now + _EXPIRY_INTERVAL_S
             self._expire()
         self.queues.sweep()
+        if self._fatal is not None:
+            raise self._fatal
         plan = self._planner.plan()
         if self._planner.faulted:
             for request, error in self._planner.faulted:
                 self._fault(request, error)
             self._planner.faulted.clear()
             self.queues.sweep()
+            if self._fatal is not None:
+                raise self._fatal
         if plan is not None:
             self.queues.in_flight.append(plan)
             if plan.new_rows:
@@ -295,7 +300,8 @@ class Scheduler:
             self._finish_with_error(request, "internal", "the request failed inside the engine")
         self._faults.append(self._now)
         if len(self._faults) == MAX_FAULTS and self._now - self._faults[0] <= FAULT_WINDOW_S:
-            raise EngineFault(f"{MAX_FAULTS} requests failed within {FAULT_WINDOW_S:g} s")
+            # Raised when all events have been taken, so that fail_all reaches every request.
+            self._fatal = EngineFault(f"{MAX_FAULTS} requests failed within {FAULT_WINDOW_S:g} s")
 
 
 def _error(request: Request, code: ErrorCode, message: str) -> Finished:

@@ -72,9 +72,7 @@ def measure(running: int, *, steps: int = 400, warmup: int = 50) -> StepCost:
     scheduler = _create_scheduler(running, steps + warmup)
     builder = BatchBuilder(page_size=PAGE_SIZE, pinned=False)
     with tempfile.TemporaryDirectory() as run_dir, zmq.Context() as context:
-        frontend: Receiver[ToFrontend] = Receiver(
-            context, frontend_address(run_dir, 0), ToFrontend
-        )
+        frontend: Receiver[ToFrontend] = Receiver(context, frontend_address(run_dir, 0), ToFrontend)
         wires = Wires(run_dir, 1)
         try:
             return _measure(scheduler, builder, wires, frontend, steps=steps, warmup=warmup)

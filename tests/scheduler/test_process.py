@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -314,11 +315,14 @@ def test_memory_stays_flat_over_many_requests(start: StartPeer) -> None:
     peer = start(decode_log_interval=10_000).until_ready()
     process = psutil.Process(peer.child.pid)
 
+    def has_finished(count: int) -> bool:
+        return len(peer.finished) >= count
+
     def serve(first: int, count: int) -> None:
-        for rid in range(first, first + count):
-            peer.send(rid, prompt=8, new=3)
-            if rid % 100 == 0:
-                peer.wait_for(lambda rid=rid: len(peer.finished) + 100 >= rid - first, 60.0)
+        for sent in range(count):
+            peer.send(first + sent, prompt=8, new=3)
+            behind = sent - 100  # at most so many are under way
+            peer.wait_for(partial(has_finished, behind), 60.0)
         peer.wait_for(lambda: len(peer.finished) == count, 60.0)
         peer.finished.clear()
         peer.tokens.clear()

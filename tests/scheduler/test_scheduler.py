@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,7 @@ def tokens_in_turn(*tokens: int):  # type: ignore[no-untyped-def]
         ({"stop_token_ids": (4,), "min_new_tokens": 2}, 3, 2),  # 4 comes too early to count
     ],
 )
-def test_eos_and_stop_ids(sampling: dict[str, object], count: int, matched: int | None) -> None:
+def test_eos_and_stop_ids(sampling: dict[str, Any], count: int, matched: int | None) -> None:
     driver = Driver(token=tokens_in_turn(4, 5, 2, 6, 9, 8, 8, 8))
     driver.run(request(new=8, **{"stop_token_ids": (9,), **sampling}))
     finished = driver.finished[1]
@@ -330,3 +331,58 @@ def test_an_aborted_request_leaves_within_one_step() -> None:
     kv = driver.scheduler.queues.kv
     assert not driver.scheduler.live and kv.available == kv.pool.num_usable
     assert 1 not in driver.finished, "nobody waits for an answer"
+
+
+def test_of_many_choices_the_first_computes_the_prompt_for_all() -> None:
+    prompt = [10 + i % 80 for i in range(50)]
+    driver = Driver(num_pages=200, chunked_prefill_size=64)
+    driver.step(*[request(rid, prompt=prompt) for rid in (1, 2, 3)], request(9, prompt=8))
+    assert [r.rid for r in driver.plans[0].requests] == [1, 9], "a stranger does not wait"
+    driver.run()
+    assert [driver.finished[rid].cached_tokens for rid in (1, 2, 3)] == [0, 48, 48]
+    assert {f.reason for f in driver.finished.values()} == {"length"}
+
+
+def test_choices_do_not_wait_when_they_would_share_little_or_nothing() -> None:
+    short = [10 + i for i in range(20)]
+    driver = Driver(chunked_prefill_size=64, num_pages=200)
+    driver.step(request(1, prompt=short), request(2, prompt=short))
+    assert [r.rid for r in driver.plans[0].requests] == [1, 2]
+    long = [10 + i % 80 for i in range(50)]
+    driver = Driver(chunked_prefill_size=256, num_pages=200)
+    driver.step(request(1, prompt=long, salt="a"), request(2, prompt=long, salt="b"))
+    assert [r.rid for r in driver.plans[0].requests] == [1, 2], "other namespace"
+    driver = Driver(SchedulerConfig(disable_radix_cache=True), chunked_prefill_size=256)
+    driver.step(request(1, prompt=long, new=1), request(2, prompt=long, new=1))
+    assert [r.rid for r in driver.plans[0].requests] == [1, 2], "nothing will be published"
+
+
+def test_a_twin_that_is_aborted_holds_nobody_up() -> None:
+    prompt = [10 + i % 80 for i in range(50)]
+    driver = Driver(num_pages=200)
+    driver.step(request(1, prompt=prompt), request(2, prompt=prompt))
+    driver.abort(1)
+    assert [r.rid for r in driver.plans[1].requests] == [2]
+    driver.run()
+    assert driver.finished[2].reason == "length"
+
+
+def test_what_finished_requests_wrote_decides_how_many_are_let_in() -> None:
+    """Retraction is rare in steady state: the estimate learns what share is written."""
+    lengths = {rid: 4 + rid * 7 % 20 for rid in range(400)}
+
+    def token(plan: Plan, index: int) -> int:
+        owner = plan.requests[index]
+        return 2 if len(owner.output_ids) + 1 >= lengths[owner.rid] else 7
+
+    driver = Driver(
+        SchedulerConfig(max_queue=500),
+        token=token,
+        num_pages=60,
+        max_running_requests=32,
+        chunked_prefill_size=64,
+    )
+    driver.run(*[request(rid, prompt=10, new=54) for rid in lengths], limit=20_000)
+    assert driver.scheduler.queues.estimate.ratio < 0.45  # 13.5 of 54 tokens, and a margin
+    assert driver.scheduler.queues.retractions < 0.1 * len(lengths)
+    assert all(driver.finished[rid].completion_tokens == n for rid, n in lengths.items())

@@ -14,7 +14,7 @@ from duograph.scheduler.queues import Queues
 from duograph.scheduler.radix_cache import Node, RadixCache
 from duograph.scheduler.request import Request, RequestState
 from duograph.scheduler.step import Outbox, Plan
-from duograph.scheduler.step_arrays import StepArrays
+from duograph.scheduler.step_arrays import StepArrays, step_arrays
 from duograph.tests.scheduler.sim import device
 from duograph.tests.scheduler.sim.runner import (
     MUST_REACH,
@@ -50,14 +50,12 @@ Patch = pytest.MonkeyPatch
 
 
 def wrong_out_cache_loc(patch: Patch) -> None:
-    honest = device.step_arrays
-
-    def step_arrays(plan: Plan, page_size: int) -> StepArrays:
-        arrays = honest(plan, page_size)
+    def shifted(plan: Plan, page_size: int) -> StepArrays:
+        arrays = step_arrays(plan, page_size)
         arrays.out_cache_loc[-1] += 1
         return arrays
 
-    patch.setattr(device, "step_arrays", step_arrays)
+    patch.setattr(device, "step_arrays", shifted)
 
 
 def pages_freed_twice(patch: Patch) -> None:

@@ -20,6 +20,7 @@ class Options:
     prefix_cache: bool
     overlap: bool
     policy: str
+    min_spared_tokens: int  # for which a newcomer waits for a twin
     frontends: int
     arrivals: float  # mean requests per step
     prompt_max: int
@@ -58,6 +59,7 @@ def draw_options(seed: int, steps: int) -> Options:
         prefix_cache=rng.random() < 0.75,
         overlap=rng.random() < 0.6,
         policy=rng.choice(("fcfs", "lpm")),
+        min_spared_tokens=rng.choice((1, 4, 1_000)),
         frontends=rng.randint(1, 3),
         arrivals=rng.choice((0.1, 0.3, 0.6)),
         prompt_max=prompt_max,
