@@ -1,6 +1,8 @@
-"""``python -m duograph.tests.benchmarks.bench_scheduler``: the table of server/bench_scheduler."""
+"""``python -m duograph.tests.benchmarks.bench_scheduler``: as ``duograph bench scheduler``."""
 
-from duograph.server.bench_scheduler import main
+import sys
+
+from duograph.server.bench.scheduler import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

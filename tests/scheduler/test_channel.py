@@ -92,13 +92,12 @@ def test_hostile_frames_are_counted_and_dropped_and_nothing_in_them_runs(
         if number % (HOSTILE_FRAMES // 20) == 0:
             assert sender.send(wanted[number // (HOSTILE_FRAMES // 20)])
         received += receiver.drain()
-    wait_for(
-        lambda: (
-            received.extend(receiver.drain()) is None
-            and receiver.dropped == HOSTILE_FRAMES
-            and len(received) == len(wanted)
-        )
-    )
+
+    def all_there() -> bool:
+        received.extend(receiver.drain())
+        return receiver.dropped == HOSTILE_FRAMES and len(received) == len(wanted)
+
+    wait_for(all_there)
     assert received == wanted, "real messages pass, in order"
     assert not trap.exists(), "a pickle was run"
 

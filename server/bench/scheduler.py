@@ -6,10 +6,11 @@ decodes, one step in flight, as in the overlap loop.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from duograph.scheduler.admission import EngineLimits
 from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.channel import Receiver, frontend_address
 from duograph.scheduler.config import SchedulerConfig
+from duograph.scheduler.exit_codes import ExitCode
 from duograph.scheduler.messages import GenerateRequest, ToFrontend
 from duograph.scheduler.scheduler import Scheduler
 from duograph.scheduler.step import Event, Plan
@@ -162,6 +164,12 @@ def table(costs: list[StepCost]) -> str:
     return "\n".join(lines)
 
 
-def main(sizes: tuple[int, ...] = DEFAULT_SIZES) -> None:
-    """Prints the table."""
-    print(table([measure(size) for size in sizes]))
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="duograph bench scheduler", description=__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=DEFAULT_SIZES, metavar="N")
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args(list(arguments))
+    if min(options.running) < 1 or options.steps < 1:
+        parser.error("--running and --steps must be at least 1")
+    print(table([measure(size, steps=options.steps) for size in options.running]))
+    return ExitCode.OK
