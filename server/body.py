@@ -1,14 +1,18 @@
-"""Reading a request's body within limits: JSON only, counted as it arrives, never idle for long.
-Knows HTTP headers and bytes; does not parse them."""
+"""Reading a request's body within limits: JSON only, counted as it arrives, never idle for long,
+and parsed strictly. Knows HTTP headers, bytes and JSON; knows no field."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
+import orjson
 from starlette.requests import Request
 
-from duograph.server.errors import ApiError
+from duograph.server.errors import ApiError, quote
 
+MAX_JSON_DEPTH = 64
 BODY_IDLE_S = 10.0  # without a byte
 
 
@@ -52,3 +56,44 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(
         413, f"The body is larger than {max_bytes} bytes", headers={"connection": "close"}
     )
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object without NaN, duplicate keys, lone surrogates or deep nesting; nulls at the
+    top are left out. Raises ApiError 400."""
+    try:
+        document = orjson.loads(body)
+        json.loads(body, object_pairs_hook=_unique_keys)
+    except RecursionError as error:
+        raise ApiError(400, f"The body is nested deeper than {MAX_JSON_DEPTH}") from error
+    except ValueError as error:
+        reason = "" if not isinstance(error, _DuplicateKeyError) else f": {error}"
+        raise ApiError(400, f"The body is not valid JSON{reason}") from error
+    if not isinstance(document, dict):
+        raise ApiError(400, "The body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:  # else it cannot be that deep
+        _check_depth(document)
+    return {name: value for name, value in document.items() if value is not None}
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > 1:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKeyError(f"the key {quote(key)} is there twice")
+            seen.add(key)
+
+
+def _check_depth(document: Any) -> None:
+    level = [document]
+    for _ in range(MAX_JSON_DEPTH):
+        children = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [item for child in children for item in child if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise ApiError(400, f"The body is nested deeper than {MAX_JSON_DEPTH}")

@@ -7,12 +7,10 @@ fields that are understood but not honoured are refused by name.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import annotated_types
-import orjson
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -24,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from duograph.server.body import parse_object
 from duograph.server.errors import ApiError, bad_field, not_supported, quote
 
-MAX_JSON_DEPTH = 64
 MAX_PROMPTS = 4  # of one completion request
 MAX_CHOICES = 16  # n x prompts
 MAX_STOPS = 4
@@ -265,47 +263,6 @@ def parse_completion(body: bytes) -> CompletionRequest:
     document = parse_object(body)
     _refuse(document, _REFUSED + _REFUSED_IN_COMPLETIONS)
     return _validate(CompletionRequest, document)
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object without NaN, duplicate keys, lone surrogates or deep nesting; nulls at the
-    top are left out. Raises ApiError 400."""
-    try:
-        document = orjson.loads(body)
-        json.loads(body, object_pairs_hook=_unique_keys)
-    except RecursionError as error:
-        raise ApiError(400, f"The body is nested deeper than {MAX_JSON_DEPTH}") from error
-    except ValueError as error:
-        reason = "" if not isinstance(error, _DuplicateKeyError) else f": {error}"
-        raise ApiError(400, f"The body is not valid JSON{reason}") from error
-    if not isinstance(document, dict):
-        raise ApiError(400, "The body must be a JSON object")
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:  # else it cannot be that deep
-        _check_depth(document)
-    return {name: value for name, value in document.items() if value is not None}
-
-
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> None:
-    if len(pairs) > 1:
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKeyError(f"the key {quote(key)} is there twice")
-            seen.add(key)
-
-
-def _check_depth(document: Any) -> None:
-    level = [document]
-    for _ in range(MAX_JSON_DEPTH):
-        children = (v.values() if isinstance(v, dict) else v for v in level)
-        level = [item for child in children for item in child if isinstance(item, (dict, list))]
-        if not level:
-            return
-    raise ApiError(400, f"The body is nested deeper than {MAX_JSON_DEPTH}")
 
 
 def _refuse(document: dict[str, Any], names: tuple[str, ...]) -> None:

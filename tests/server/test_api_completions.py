@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai import OpenAI
 
 WORDS = "The quick brown fox jumps over the lazy dog"
 
@@ -18,7 +17,7 @@ def ids_of(raw_tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def test_all_four_prompt_forms(client: OpenAI, raw_tokenizer: Any) -> None:
+def test_all_four_prompt_forms(client: Any, raw_tokenizer: Any) -> None:
     one, two = ids_of(raw_tokenizer, "The quick"), ids_of(raw_tokenizer, "lazy dog")
     forms: list[tuple[Any, list[str]]] = [
         ("The quick", ["The quick"]),
@@ -32,28 +31,28 @@ def test_all_four_prompt_forms(client: OpenAI, raw_tokenizer: Any) -> None:
         assert [choice.index for choice in answer.choices] == list(range(len(texts)))
 
 
-def test_n_times_prompts_are_ordered_by_prompt(client: OpenAI) -> None:
+def test_n_times_prompts_are_ordered_by_prompt(client: Any) -> None:
     answer = client.completions.create(model="tiny", prompt=["The", "dog"], n=2)
     assert [choice.text for choice in answer.choices] == ["The", "The", "dog", "dog"]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
 
 
 def test_a_text_prompt_gets_the_begin_mark_only_from_the_tokenizer(
-    server: Any, client: OpenAI, raw_tokenizer: Any
+    server: Any, client: Any, raw_tokenizer: Any
 ) -> None:
     client.completions.create(model="tiny", prompt="The quick")
     sent = server.received("GenerateRequest")[-1]["input_ids"]
     assert sent == raw_tokenizer.encode("The quick", add_special_tokens=True).ids
 
 
-def test_max_tokens_is_sixteen_if_left_out(client: OpenAI) -> None:
+def test_max_tokens_is_sixteen_if_left_out(client: Any) -> None:
     answer = client.completions.create(model="tiny", prompt=[30] * 40)
     assert answer.usage is not None and answer.usage.completion_tokens == 16
     assert answer.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_puts_the_prompt_first(client: OpenAI, stream: bool) -> None:
+def test_echo_puts_the_prompt_first(client: Any, stream: bool) -> None:
     answer: Any = client.completions.create(
         model="tiny", prompt=["The ", "dog "], echo=True, stream=stream
     )
@@ -80,7 +79,7 @@ def test_echo_alone_generates_nothing(server: Any, http: httpx.Client, stream: b
     assert len(server.received("GenerateRequest")) == before
 
 
-def test_logprobs_are_four_parallel_lists(client: OpenAI, raw_tokenizer: Any) -> None:
+def test_logprobs_are_four_parallel_lists(client: Any, raw_tokenizer: Any) -> None:
     prompt = ids_of(raw_tokenizer, WORDS)
     answer = client.completions.create(model="tiny", prompt=prompt, logprobs=2, max_tokens=100)
     logprobs = answer.choices[0].logprobs
@@ -95,7 +94,7 @@ def test_logprobs_are_four_parallel_lists(client: OpenAI, raw_tokenizer: Any) ->
     )
 
 
-def test_logprobs_of_zero_give_the_sampled_token_alone(client: OpenAI) -> None:
+def test_logprobs_of_zero_give_the_sampled_token_alone(client: Any) -> None:
     answer = client.completions.create(model="tiny", prompt="The quick", logprobs=0)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -104,7 +103,7 @@ def test_logprobs_of_zero_give_the_sampled_token_alone(client: OpenAI) -> None:
 
 
 def test_half_characters_in_logprobs_are_named_by_their_bytes(
-    client: OpenAI, raw_tokenizer: Any
+    client: Any, raw_tokenizer: Any
 ) -> None:
     lead = next(i for i in range(480) if raw_tokenizer.id_to_token(i) == "\u00e2")
     answer = client.completions.create(model="tiny", prompt=[lead], logprobs=0)
@@ -113,7 +112,7 @@ def test_half_characters_in_logprobs_are_named_by_their_bytes(
     assert answer.choices[0].text == "\ufffd"
 
 
-def test_streamed_logprobs_are_the_same(client: OpenAI, raw_tokenizer: Any) -> None:
+def test_streamed_logprobs_are_the_same(client: Any, raw_tokenizer: Any) -> None:
     prompt = ids_of(raw_tokenizer, WORDS)
     options: dict[str, Any] = {"prompt": prompt, "logprobs": 1, "max_tokens": 100}
     whole = client.completions.create(model="tiny", **options).choices[0].logprobs
@@ -183,7 +182,7 @@ def test_best_of_equal_to_n_is_accepted(http: httpx.Client) -> None:
 
 def test_too_long_prompts_name_both_numbers(new_server: Any) -> None:
     server = new_server(engine={"context_length": 20})
-    http = server.http()
+    http: httpx.Client = server.http()
 
     def post(**fields: Any) -> httpx.Response:
         return http.post("/v1/completions", json=fields)

@@ -194,7 +194,7 @@ async def test_nothing_is_handed_over_after_an_abort_or_the_end(wires: Wires) ->
     await until(lambda: wires.client.status.phase == "warming_up")
     assert (aborted.tokens, ended.tokens) == ([], [2])
     assert wires.client.running == 0
-    kinds = []
+    kinds: list[str] = []
 
     def two_requests_and_an_abort() -> bool:
         kinds.extend(type(m).__name__ for m in wires.requests.drain())
