@@ -123,7 +123,7 @@ class TorchCompileCutter:
             )
         self._is_symbol = [isinstance(value, torch.SymInt) for value in example_inputs]
         self._cut = _cut_at_split_ops(module)
-        self._pieces = compile_pieces(self._cut, self._compiler)
+        self._pieces = compile_pieces(self._cut, example_inputs, self._compiler)
 
         def first_call(*arguments: Any) -> Any:
             self._arguments = list(arguments)

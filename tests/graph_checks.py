@@ -5,8 +5,8 @@ Everything is compared bit by bit: same shapes and kernels leave no room for rou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,10 +41,16 @@ def prefill_runner(worker: ModelWorker) -> PiecewiseCudaGraphRunner:
     return runner
 
 
-def on_stream(worker: ModelWorker) -> Any:
+@contextmanager
+def on_stream(worker: ModelWorker) -> Iterator[None]:
     """Direct calls must be ordered with what the worker launches."""
     stream = worker._stream
-    return torch.cuda.stream(stream.stream) if isinstance(stream, CudaStream) else nullcontext()
+    if not isinstance(stream, CudaStream):
+        yield
+        return
+    with torch.cuda.stream(stream.stream):
+        yield
+    stream.stream.synchronize()
 
 
 def snapshot(parts: RunnerParts) -> State:

@@ -15,6 +15,15 @@ from duograph.runners.worker import ModelWorker
 
 VOCAB = 97
 GREEDY = SamplingParams(temperature=0.0)
+# By request row: every kind of sampling.
+PARAMS = {
+    1: SamplingParams(temperature=0.0),
+    2: SamplingParams(temperature=1.0, seed=11),
+    3: SamplingParams(temperature=0.7, seed=-5),
+    4: SamplingParams(temperature=1.0, seed=7, top_k=5),
+    5: SamplingParams(temperature=1.3, seed=7, top_p=0.8),
+    6: SamplingParams(temperature=1.0, seed=2**62, min_p=0.1),
+}
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -133,7 +142,9 @@ class WorkerDriver:
                 pages.append(self._free.pop())
             where = range(begin, begin + count)
             positions += where
-            slots += [pages[p // self.page_size] * self.page_size + p % self.page_size for p in where]
+            slots += [
+                pages[p // self.page_size] * self.page_size + p % self.page_size for p in where
+            ]
             self.lengths[row] = begin + count
         self._step += 1
         return ForwardBatch(
@@ -145,7 +156,27 @@ class WorkerDriver:
             out_cache_loc=torch.tensor(slots),
             input_ids=None if ids is None else torch.tensor(ids),
             extend_lens=list(counts.values()),
-            page_updates=torch.tensor(updates, dtype=torch.int32).T.contiguous() if updates else None,
+            page_updates=torch.tensor(updates, dtype=torch.int32).T.contiguous()
+            if updates
+            else None,
             row_inits=inits,
             sampling=sampling or SamplingBatch(),
         )
+
+
+def generate(
+    worker: ModelWorker, rows: list[int], steps: int, *, overlap: bool = False
+) -> dict[int, list[int]]:
+    """Tokens of requests with PARAMS of their rows. ``overlap`` launches each step before the
+    result of the one before is read."""
+    driver = WorkerDriver(worker)
+    prompts = {row: driver.prompt(4 + row, seed=row) for row in rows}
+    filtered = any(PARAMS[row].needs_filter for row in rows)
+    batches = [driver.extend(prompts, params=PARAMS, sampling=SamplingBatch(filtered=filtered))]
+    launched = [worker.launch(batches[0])]
+    for _ in range(steps):
+        if not overlap:
+            launched[-1].wait()
+        launched.append(worker.launch(driver.decode(rows, SamplingBatch(filtered=filtered))))
+    results = [output.wait().tokens for output in launched]
+    return {row: [tokens[i] for tokens in results] for i, row in enumerate(rows)}

@@ -4,13 +4,14 @@ model computes, also with a split op that makes its own result."""
 from __future__ import annotations
 
 import gc
+import shutil
 
 import pytest
 import torch
 from torch import nn
 
 from duograph.kernels.custom_op import register_custom_op, split_op_names
-from duograph.runners.graph import CaptureError
+from duograph.runners.graph import Captured, CaptureError
 from duograph.runners.piecewise import PieceSequence, TorchCompileCutter
 from duograph.runners.recorded_graph import RecordedGraphBackend
 
@@ -141,6 +142,45 @@ def test_a_smaller_level_takes_no_memory_of_its_own() -> None:
     # but for its result, which is never dropped
     extra = three.backend.pool_bytes() - one.backend.pool_bytes()
     assert extra <= 2 * 64 * WIDTH * 4
+
+
+class NoCapture:
+    """Runs pieces as they are compiled: Inductor's code cannot be recorded."""
+
+    name = "none"
+
+    def capture(
+        self, function: Captured, *, warmups: int = 0
+    ) -> tuple[NoGraph, tuple[torch.Tensor, ...]]:
+        return NoGraph(), tuple(function())
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def pool_bytes(self) -> int:
+        return 0
+
+
+class NoGraph:
+    seconds = 0.0
+    nbytes = 0
+
+    def replay(self) -> None:
+        raise AssertionError("not captured")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler on the CPU")
+def test_inductor_compiles_each_piece_once_for_every_number_of_tokens() -> None:
+    model = Toy(2, reduce=True, pairs=True)
+    cutter = TorchCompileCutter("inductor")
+    cutter.prepare(model, torch.arange(5), torch.arange(5))
+    cutter.seal()
+    for tokens in (8, 3, 16):
+        ids, positions = torch.arange(tokens), torch.arange(tokens) % 5
+        pieces = cutter.capture(NoCapture(), ids, positions, 0)
+        with torch.no_grad():
+            torch.testing.assert_close(pieces.output, model(ids, positions))
+    assert cutter.recompiles == 0
 
 
 class ReadsAValue(Toy):

@@ -19,16 +19,7 @@ from duograph.runners.request_table import RequestTable
 from duograph.runners.sampler import SampledStep, Sampler
 from duograph.runners.sampling_params import SamplingParams
 from duograph.runners.worker import ModelWorker
-from duograph.tests.worker_driver import VOCAB, WorkerDriver, make_worker
-
-PARAMS = {
-    1: SamplingParams(temperature=0.0),
-    2: SamplingParams(temperature=1.0, seed=11),
-    3: SamplingParams(temperature=0.7, seed=-5),
-    4: SamplingParams(temperature=1.0, seed=7, top_k=5),
-    5: SamplingParams(temperature=1.3, seed=7, top_p=0.8),
-    6: SamplingParams(temperature=1.0, seed=2**62, min_p=0.1),
-}
+from duograph.tests.worker_driver import PARAMS, VOCAB, WorkerDriver, generate, make_worker
 
 
 class Bench:
@@ -175,24 +166,6 @@ GRAPHS = {
 @pytest.fixture(scope="module", params=GRAPHS)
 def worker(request: pytest.FixtureRequest) -> ModelWorker:
     return make_worker(graph=GRAPHS[request.param])
-
-
-def generate(
-    worker: ModelWorker, rows: list[int], steps: int, *, overlap: bool = False
-) -> dict[int, list[int]]:
-    """Tokens of requests with PARAMS of their rows. ``overlap`` launches each step before the
-    result of the one before is read."""
-    driver = WorkerDriver(worker)
-    prompts = {row: driver.prompt(4 + row, seed=row) for row in rows}
-    filtered = any(PARAMS[row].needs_filter for row in rows)
-    batches = [driver.extend(prompts, params=PARAMS, sampling=SamplingBatch(filtered=filtered))]
-    launched = [worker.launch(batches[0])]
-    for _ in range(steps):
-        if not overlap:
-            launched[-1].wait()
-        launched.append(worker.launch(driver.decode(rows, SamplingBatch(filtered=filtered))))
-    results = [output.wait().tokens for output in launched]
-    return {row: [tokens[i] for tokens in results] for i, row in enumerate(rows)}
 
 
 # From the graph worker, compared with what each other way of running gives.
