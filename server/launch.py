@@ -18,6 +18,9 @@ from pathlib import Path
 import setproctitle
 import zmq
 
+from duograph.runners.config import RunnerConfig
+from duograph.runners.model_config import ModelConfig
+from duograph.runners.model_config import ModelError as ModelConfigError
 from duograph.scheduler.channel import Receiver, supervisor_address
 from duograph.scheduler.engine_config import EngineConfig
 from duograph.scheduler.exit_codes import ExitCode
@@ -77,13 +80,14 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> ExitCode:
             model = resolve_model(
                 config.runner.model_path, config.runner.load_format, environ, _log.info
             )
+            check_model(model, config.runner)
             _log.info("Model: %s (%s)", model.name, model.folder)
     except tcp.PortInUse as error:
         _log.error("%s", error)
         return ExitCode.PORT_IN_USE
     except tcp.AddressError as error:
         raise UsageError(str(error)) from error
-    except ModelError as error:
+    except (ModelError, ModelConfigError) as error:
         _log.error("%s", error)
         return ExitCode.MODEL
     except Interrupted:
@@ -98,6 +102,18 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> ExitCode:
         except tcp.PortInUse as error:
             _log.error("%s", error)
             return ExitCode.PORT_IN_USE
+
+
+def check_model(model: LocalModel, runner: RunnerConfig) -> None:
+    """What can be known from the model's config.json, before an engine spends seconds to start.
+
+    Raises:
+        ModelConfigError: a model that cannot be served.
+        UsageError: --context-length is beyond the model.
+    """
+    known = ModelConfig.from_folder(model.folder).context_length
+    if runner.context_length is not None and runner.context_length > known:
+        raise UsageError(f"--context-length {runner.context_length} is above the model's {known}")
 
 
 def read_api_keys(http: HttpConfig) -> tuple[str, ...]:

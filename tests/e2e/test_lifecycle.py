@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy
 import openai
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
 from duograph.tests.e2e.server_process import NO_GRAPHS, ServerProcess, eventually
 
@@ -213,26 +215,49 @@ def test_a_wrong_start_is_one_line_and_an_exit_code(
         assert part in line
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "part"),
-    [
-        ({"vocab_size": -1}, 3, "vocab_size"),
-        ({"architectures": ["NoSuchModel"]}, 3, "NoSuchModel"),
-    ],
-)
-def test_a_model_that_cannot_be_served_is_exit_code_3(
-    tmp_path: Path, tiny_model: Path, change: dict[str, Any], code: int, part: str
-) -> None:
-    folder = tmp_path / "model"
+def copied_model(tiny_model: Path, folder: Path, **changes: Any) -> Path:
     folder.mkdir()
     for file in tiny_model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"vocab_size": -1}, "config.json: vocab_size"),
+        ({"architectures": ["NoSuchModel"]}, "NoSuchModel"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_known_before_an_engine_starts(
+    tmp_path: Path, tiny_model: Path, changes: dict[str, Any], part: str
+) -> None:
+    folder = copied_model(tiny_model, tmp_path / "model", **changes)
     flags = [str(folder), "--load-format", "dummy", "--port", "0"]
     with ServerProcess(flags, tmp_path) as server:
-        assert server.wait(60) == code, server.log()
-        assert part in server.log()
+        assert server.wait(30) == 3, server.log()
+        (line,) = server.log().splitlines()
+        assert part in line
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, tiny_model: Path) -> None:
+    folder = copied_model(tiny_model, tmp_path / "model")
+    save_file({"model.norm.weight": numpy.ones(64, "f4")}, folder / "model.safetensors")
+    with ServerProcess([str(folder), "--port", "0"], tmp_path) as server:
+        assert server.wait(60) == 3, server.log()
+        assert "model.embed_tokens.weight" in server.log()
+        assert "Traceback" not in server.log()
+        server.assert_nothing_left()
+
+
+def test_too_little_memory_is_exit_code_4_and_names_a_flag(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    with ServerProcess([*arguments, "--max-total-tokens", "9000000000000"], tmp_path) as server:
+        assert server.wait(60) == 4, server.log()
+        assert "--max-total-tokens" in server.log().replace("\n", " ")
         assert "Traceback" not in server.log()
         server.assert_nothing_left()
 
@@ -241,9 +266,9 @@ def test_a_context_beyond_the_model_is_a_usage_error(
     tmp_path: Path, tiny_arguments: list[str]
 ) -> None:
     with ServerProcess([*tiny_arguments, "--context-length", "999999"], tmp_path) as server:
-        assert server.wait(60) == 2, server.log()
-        assert "--context-length 999999" in server.log()
-        assert "Traceback" not in server.log()
+        assert server.wait(30) == 2, server.log()
+        (line,) = server.log().splitlines()
+        assert "--context-length 999999" in line and "4096" in line
 
 
 def test_keys_listeners_and_folders_are_private(arguments: list[str], tmp_path: Path) -> None:
