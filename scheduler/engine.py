@@ -106,6 +106,10 @@ class Engine:
         """The loop ends after the step at hand. Safe in a signal handler."""
         self._stopping = True
 
+    def close(self) -> None:
+        """Waits for a step that is still in flight."""
+        self._worker.close()
+
     def fail(self, exit_code: int, message: str) -> None:
         """Tells everybody that the engine ends; whoever cannot be told learns it from its death."""
         self.send(self.scheduler.fail_all("the engine failed; the server is going down"))

@@ -84,6 +84,7 @@ def run_engine(config: EngineConfig, load: Callable[[EngineConfig, Progress], Lo
             code, text = explain(error, "ready")
             engine.fail(code, text)
             return code
+        engine.close()
         return ExitCode.OK
     except Exception as error:  # while starting
         code, text = explain(error, start.phase)
@@ -176,4 +177,8 @@ def _leave_now(_signal: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code:
+        # The device may be in any state: take nothing down in order, it could hang.
+        sys.stderr.flush()
+        os._exit(exit_code)

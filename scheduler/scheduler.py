@@ -37,6 +37,7 @@ from duograph.scheduler.step import CompletedStep, Event, Outbox, Plan, Step
 MAX_FAULTS = 3  # requests that end by an exception of ours within FAULT_WINDOW_S
 FAULT_WINDOW_S = 60.0
 _EXPIRY_INTERVAL_S = 0.25
+MAX_STALLED_STEPS = 1_000  # without anything to run or to wait for, while requests wait
 
 
 class EngineFault(RuntimeError):
@@ -59,6 +60,7 @@ class Scheduler:
         self._next_expiry = float("-inf")
         self._faults: deque[float] = deque(maxlen=MAX_FAULTS)
         self._fatal: EngineFault | None = None
+        self._stalled = 0
         self.fault_log: list[tuple[int, Exception]] = []  # for the caller to log and clear
 
     @property
@@ -93,6 +95,7 @@ class Scheduler:
             self.queues.in_flight.append(plan)
             if plan.new_rows:
                 self._note_admissions(plan)
+        self._check_progress()
         return Step(plan, self._outbox.take())
 
     def fail_all(self, message: str) -> Step:
@@ -115,6 +118,15 @@ class Scheduler:
             retractions=queues.retractions,
             new_token_ratio=queues.estimate.ratio,
         )
+
+    def _check_progress(self) -> None:
+        """A bug that left requests waiting for nothing must not become a busy loop."""
+        if self.queues.in_flight or not self.live:
+            self._stalled = 0
+            return
+        self._stalled += 1
+        if self._stalled >= MAX_STALLED_STEPS:
+            raise EngineFault(f"{len(self.live)} requests wait, and nothing can run")
 
     # Arrivals, aborts, timeouts
 

@@ -386,3 +386,10 @@ def test_what_finished_requests_wrote_decides_how_many_are_let_in() -> None:
     assert driver.scheduler.queues.estimate.ratio < 0.45  # 13.5 of 54 tokens, and a margin
     assert driver.scheduler.queues.retractions < 0.1 * len(lengths)
     assert all(driver.finished[rid].completion_tokens == n for rid, n in lengths.items())
+
+
+def test_requests_that_wait_for_nothing_end_the_engine_instead_of_spinning() -> None:
+    driver = Driver()
+    driver.scheduler.queues.kv.pool.allocate = lambda count: None  # type: ignore[method-assign]
+    with pytest.raises(EngineFault, match="1 requests wait, and nothing can run"):
+        driver.run(request(1))
