@@ -14,6 +14,10 @@ from duograph.scheduler.exit_codes import ExitCode
 from duograph.server.options import UsageError, did_you_mean
 
 KINDS = {
+    "decode": ("decode", "inter-token latency by batch size, engine in process"),
+    "prefill": ("prefill", "time to first token by prompt length, engine in process"),
+    "offline": ("offline", "output tokens/s of many requests at once, engine in process"),
+    "scheduler": ("scheduler", "what a step costs on the host, by running requests; no model"),
     "cpu-peer": ("cpu_peer", "decode speed on CPU against transformers' generate, in one run"),
 }
 
