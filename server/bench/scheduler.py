@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Mean microseconds of one decode step at ``running`` requests. ``total`` is their sum."""
+    """Median CPU microseconds of one decode step at ``running`` requests. ``total`` is their
+    sum. CPU time of the one thread, and the median, since a busy machine changes both little."""
 
     running: int
     commit: float  # results in: output, finish rules, messages collected
@@ -52,21 +54,24 @@ class StepCost:
 
 
 class _Stopwatch:
-    """Adds up this thread's CPU seconds in wrapped calls: a busy machine changes them little."""
+    """Keeps this thread's CPU seconds of every wrapped call, by name."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, list[float]] = {}
 
     def wrap(self, name: str, function: Callable[..., Result]) -> Callable[..., Result]:
-        self.seconds[name] = 0.0
+        self.calls[name] = []
 
         def timed(*args: Any) -> Result:
             started = time.thread_time()
             result = function(*args)
-            self.seconds[name] += time.thread_time() - started
+            self.calls[name].append(time.thread_time() - started)
             return result
 
         return timed
+
+    def median_us(self, name: str, last: int) -> float:
+        return 1e6 * statistics.median(self.calls[name][-last:])
 
 
 def measure(running: int, *, steps: int = 400, warmup: int = 50) -> StepCost:
@@ -106,9 +111,8 @@ def _measure(
         for rid in range(running)
     ]
     in_flight: list[Plan] = []
-    counted = -1
     gc.collect()
-    while counted < steps:
+    while True:
         step = step_once(events, time.monotonic())
         for index, message in step.outputs.items():
             send(index, message)
@@ -120,12 +124,9 @@ def _measure(
             done = in_flight.pop(0)
             events = [StepResult(done.step_id, [7] * len(done.requests), {})]
         frontend.drain()
-        if counted >= 0:
-            counted += 1
-        elif scheduler.stats.decode_steps == warmup:  # all prefills are behind
-            counted = 0
-            watch.seconds = dict.fromkeys(watch.seconds, 0.0)
-    cost = {name: 1e6 * seconds / steps for name, seconds in watch.seconds.items()}
+        if scheduler.stats.decode_steps == warmup + steps:
+            break
+    cost = {name: watch.median_us(name, steps) for name in watch.calls}
     return StepCost(
         running=running,
         commit=cost["commit"],
