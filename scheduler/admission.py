@@ -54,7 +54,14 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> npt.NDArray
     if not request.input_ids:
         raise RequestRefused("invalid_request", "the prompt is empty")
     vocab = limits.vocab_size
-    low, high = min(request.input_ids), max(request.input_ids)
+    try:
+        ids = np.array(request.input_ids, np.int64)
+    except OverflowError:
+        wrong = max(request.input_ids)
+        raise RequestRefused(
+            "invalid_request", f"prompt token {wrong} is not in [0, {vocab})"
+        ) from None
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:
         wrong = low if low < 0 else high
         raise RequestRefused("invalid_request", f"prompt token {wrong} is not in [0, {vocab})")
@@ -73,7 +80,7 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> npt.NDArray
                 f"prompt + max_tokens is {prompt} + {output} = {prompt + output} tokens, "
                 f"but {name} holds {limit}",
             )
-    return np.array(request.input_ids, np.int32)
+    return ids.astype(np.int32)
 
 
 class OutputEstimate:

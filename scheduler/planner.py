@@ -16,14 +16,10 @@ import math
 from duograph.scheduler import policy
 from duograph.scheduler.admission import MAX_EXPECTED_TOKENS
 from duograph.scheduler.queues import Queues
-from duograph.scheduler.radix_cache import TOKEN_BYTES, common_length
 from duograph.scheduler.request import Request, RequestState
 from duograph.scheduler.step import Plan
 
 MAX_EXTENDS_IN_A_ROW = 2
-# A newcomer waits for a twin whose prefix is being computed if that spares it at least so many
-# tokens and half of its own prefill. Below, one more step would cost it more than it saves.
-MIN_SPARED_TOKENS = 32
 
 
 class Planner:
@@ -31,7 +27,6 @@ class Planner:
         self._queues = queues
         self._lpm = schedule_policy == "lpm"
         self._next_step_id = 0
-        self.min_spared_tokens = MIN_SPARED_TOKENS
         self._extends_in_a_row = 0  # while a decode waited
         self.faulted: list[tuple[Request, Exception]] = []  # admission failed; for the caller
 
@@ -94,12 +89,12 @@ class Planner:
                 order, lambda request: queues.kv.match(request.cache_salt, request.key)
             )
         growth = self._expected_growth()
-        for request in list(order):
+        for request in order[: policy.WINDOW]:
             if budget == 0 or not queues.free_rows or queues.is_in_flight(request):
                 break
             try:
                 key = request.key
-                if self._has_twin(request, key):
+                if queues.has_twin(request, key):
                     continue
                 if not self._open(request, key, growth):
                     break
@@ -114,25 +109,8 @@ class Planner:
         if plan.new_rows:
             queues.waiting = [r for r in queues.waiting if r.state is RequestState.WAITING]
             if self._lpm:
-                for request in queues.waiting[: policy.LPM_WINDOW]:
+                for request in queues.waiting[: policy.WINDOW]:
                     request.deferred += 1
-
-    def _has_twin(self, request: Request, key: bytes) -> bool:
-        """Whether a request that is being prefilled will soon have published most of ``key``:
-        of n choices, or of a burst with one system prompt, the first computes it for all."""
-        queues = self._queues
-        twins = [r for r in queues.unpublished if r.cache_salt == request.cache_salt]
-        if not twins or not queues.kv.has_prefix_cache:
-            return False
-        page_size = queues.kv.page_size
-        cached = queues.kv.match(request.cache_salt, key)
-        left = len(key) // TOKEN_BYTES - cached
-        for twin in twins:
-            shared = common_length(twin.prefill_key, key) // TOKEN_BYTES
-            spared = min(shared, len(key) // TOKEN_BYTES - 1) // page_size * page_size - cached
-            if spared >= self.min_spared_tokens and 2 * spared >= left:
-                return True
-        return False
 
     def _open(self, request: Request, key: bytes, growth: float) -> bool:
         """Gives the request its pages if they, and what the others are expected to need, are
@@ -153,8 +131,7 @@ class Planner:
         request.row = queues.free_rows.pop()
         request.kv_len = request.lease.num_cached_pages * queues.kv.page_size
         request.prefill_len = request.prompt_len + len(request.output_ids)
-        request.prefill_key = key
-        queues.unpublished.append(request)
+        queues.begin_prefix(request, key)
         plan.new_rows.append(request)
         plan.cached_tokens += request.kv_len
         row = request.row

@@ -11,10 +11,8 @@ from duograph.scheduler.request import Request
 
 # After this many retractions a request is served first and retracted last.
 MAX_RETRACTIONS = 5
-# lpm looks up the prefixes of this many requests, and lets nobody be overtaken in more than
-# LPM_PATIENCE prefill steps.
-LPM_WINDOW = 128
-LPM_PATIENCE = 32
+WINDOW = 128  # waiting requests that one step looks at
+LPM_PATIENCE = 32  # prefill steps in which a request may be overtaken
 
 
 def has_priority(request: Request) -> bool:
@@ -36,7 +34,7 @@ def longest_prefix_first(
             return False, 0, request.seq
         return True, -match(request), request.seq
 
-    return sorted(waiting[:LPM_WINDOW], key=key) + list(waiting[LPM_WINDOW:])
+    return sorted(waiting[:WINDOW], key=key) + list(waiting[WINDOW:])
 
 
 def victims(running: Sequence[Request]) -> list[Request]:

@@ -12,8 +12,14 @@ from collections import deque
 from duograph.scheduler.admission import EngineLimits, OutputEstimate
 from duograph.scheduler.kv_cache import KVCache
 from duograph.scheduler.policy import arrival_order
+from duograph.scheduler.radix_cache import TOKEN_BYTES, common_length
 from duograph.scheduler.request import Request, RequestState
 from duograph.scheduler.step import Plan
+
+# A newcomer waits for a twin whose prefix is being computed if that spares it at least so many
+# tokens and half of its own prefill. Below, one more step would cost it more than it saves.
+MIN_SPARED_TOKENS = 32
+TWINS_TO_COMPARE = 4
 
 
 class Queues:
@@ -24,7 +30,9 @@ class Queues:
         self.waiting: list[Request] = []  # sorted by arrival_order
         self.prefilling: list[Request] = []  # has pages for its whole prefix; chunks are missing
         self.running: list[Request] = []  # decodes
-        self.unpublished: list[Request] = []  # their prefix is being computed
+        self.min_spared_tokens = MIN_SPARED_TOKENS
+        # Requests whose prefix is being computed, by namespace and first tokens.
+        self._unpublished: dict[tuple[str, bytes], list[Request]] = {}
         self.free_rows = list(range(limits.max_running_requests, 0, -1))  # row 0 is the dummy
         self.in_flight: deque[Plan] = deque()  # launched and not committed, oldest first
         self.exchanged: list[tuple[Request, int, int]] = []  # column, page; see take_exchanged
@@ -55,11 +63,44 @@ class Queues:
     def is_in_flight(self, request: Request) -> bool:
         return bool(self.in_flight) and request.last_step >= self.in_flight[0].step_id
 
+    def begin_prefix(self, request: Request, key: bytes) -> None:
+        """``key`` is being computed for the request, until ``end_prefix``."""
+        request.prefill_key = key
+        head = (request.cache_salt, key[: self.min_spared_tokens * TOKEN_BYTES])
+        self._unpublished.setdefault(head, []).append(request)
+
+    def end_prefix(self, request: Request) -> bytes:
+        key, request.prefill_key = request.prefill_key, b""
+        if key:
+            head = (request.cache_salt, key[: self.min_spared_tokens * TOKEN_BYTES])
+            others = self._unpublished[head]
+            others.remove(request)
+            if not others:
+                del self._unpublished[head]
+        return key
+
+    def has_twin(self, request: Request, key: bytes) -> bool:
+        """Whether a request that is being prefilled will soon have published most of ``key``:
+        of n choices, or of a burst with one system prompt, the first computes it for all."""
+        if not self.kv.has_prefix_cache or not self._unpublished:
+            return False
+        head = (request.cache_salt, key[: self.min_spared_tokens * TOKEN_BYTES])
+        twins = self._unpublished.get(head)
+        if twins is None:
+            return False
+        cached = self.kv.match(request.cache_salt, key)
+        tokens = len(key) // TOKEN_BYTES
+        for twin in twins[:TWINS_TO_COMPARE]:
+            shared = min(common_length(twin.prefill_key, key) // TOKEN_BYTES, tokens - 1)
+            spared = shared // self.kv.page_size * self.kv.page_size - cached
+            if spared >= self.min_spared_tokens and 2 * spared >= tokens - cached:
+                return True
+        return False
+
     def publish(self, request: Request) -> None:
         """The request's whole prefix has been computed: others may share its pages."""
         if request.lease is not None and request.state is RequestState.DECODE:
-            self.unpublished.remove(request)
-            key, request.prefill_key = request.prefill_key, b""
+            key = self.end_prefix(request)
             changes = self.kv.publish(request.lease, request.cache_salt, key)
             self.exchanged += [(request, column, page) for column, page in changes]
 
@@ -110,9 +151,7 @@ class Queues:
         else:
             newest.late_pages += late
             newest.late_rows.append(request.row)
-        if request.prefill_key:
-            self.unpublished.remove(request)
-            request.prefill_key = b""
+        self.end_prefix(request)
         request.lease, request.row, request.kv_len = None, 0, 0
 
     def free_late(self, plan: Plan) -> None:

@@ -115,7 +115,7 @@ class World:
             for _ in range(options.shared_prefixes)
         ]
         self._plant_faults()
-        self.scheduler._planner.min_spared_tokens = options.min_spared_tokens
+        self.scheduler.queues.min_spared_tokens = options.min_spared_tokens
         if options.optimistic:
             self.scheduler.queues.estimate = Optimist()
 
