@@ -90,11 +90,6 @@ class ConfigFile:
             raise self.error(field, f"must be true or false, got {value!r}")
         return value
 
-    def token_id(self, field: str, vocab_size: int) -> int | None:
-        """A single token id, or None; of a list the first."""
-        ids = self.token_ids(field, vocab_size) if self.get(field) is not None else ()
-        return ids[0] if ids else None
-
     def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids, each in [0, vocab_size)."""
         value = self.get(field)

@@ -92,10 +92,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     dtype: str = "bfloat16"
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     context_clipped_from: int | None = None
-    initializer_range: float = 0.02
     generation: GenerationDefaults = GenerationDefaults()
 
     @staticmethod
@@ -168,9 +166,7 @@ def _parse(config: ConfigFile, generation: ConfigFile) -> ModelConfig:
         mlp_bias=config.boolean("mlp_bias", default=False),
         qk_norm=architecture.qk_norm,
         dtype=_dtype(config),
-        bos_token_id=config.token_id("bos_token_id", vocab_size),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
-        initializer_range=config.number("initializer_range", low=0.0, high=1.0, default=0.02),
         generation=_generation_defaults(generation),
     )
 

@@ -135,7 +135,7 @@ class ModelWorker:
                 "Memory needs: activations %.2f GB, decode graphs %.2f GB, prefill graphs %.2f GB",
                 *(n / GIB for n in (needs.activations, needs.decode_graphs, needs.prefill_graphs)),
             )
-        weights = sum(tensor.nbytes for tensor in self._model.parameters())
+        weights = self._model.weight_bytes()
         self._num_pages = plan_pages(self.config, self._layout, self.device, needs, weights)
         self._seconds["plan_memory"] = time.perf_counter() - started
 
