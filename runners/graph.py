@@ -60,7 +60,8 @@ class GraphBackend(Protocol):
 
         Raises:
             CaptureError: ``function`` reads values on the host, has data-dependent shapes,
-                draws unseeded random numbers or moves data between devices.
+                draws unseeded random numbers or moves data between devices. On CUDA the pool
+                is not usable afterwards.
             torch.OutOfMemoryError: no room. The backend stays usable.
         """
 
