@@ -117,6 +117,8 @@ def _resolve_graphs(
         cuda_graph_bs=sizes,
         piecewise_cuda_graph_max_tokens=levels[-1],
         piecewise_cuda_graph_tokens=levels,
-        # The fused kernels leave Inductor little to fuse, and it compiles every layer.
+        # Measured on one H200, 1B model, 16 to 8192 tokens: Inductor's pieces are as fast to
+        # within 1 % from 128 tokens on and 5 % faster at 16, as the fused kernels leave it
+        # little to do; compiling every layer adds 13 s to the start.
         piecewise_cuda_graph_compiler="eager" if compiler == "auto" else compiler,
     )

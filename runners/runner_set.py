@@ -7,6 +7,7 @@ neither how memory is planned nor what a step is for.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -50,6 +51,7 @@ class RunnerSet:
         self.decode: CudaGraphRunner | None = None
         self.prefill: PiecewiseCudaGraphRunner | None = None
         self.eager_steps: Counter[tuple[str, str]] = Counter()
+        self.trace_seconds = 0.0
         self._cutter = cutter
         if not config.disable_cuda_graph:
             assert config.cuda_graph_bs is not None
@@ -71,11 +73,13 @@ class RunnerSet:
             )
 
     def trace(self, progress: Progress) -> None:
-        """Cuts the model into pieces, if prefill needs them."""
+        """Cuts the model into pieces, if prefill needs them; ``trace_seconds`` says how long."""
+        started = time.perf_counter()
         if self.prefill is not None:
             progress("compiling", 0, 1)
             self.prefill.prepare()
             progress("compiling", 1, 1)
+        self.trace_seconds = time.perf_counter() - started
 
     def capture(self, progress: Progress) -> None:
         """Both phases; prefill first, as its graphs are the larger ones and decode reuses

@@ -103,7 +103,6 @@ class ModelWorker:
             if device.type == "cuda"
             else CpuStream()
         )
-        self._traced = False
         self._num_pages = 0
         self._runners: RunnerSet | None = None
         self._seconds: dict[str, float] = {}
@@ -137,7 +136,8 @@ class ModelWorker:
             )
         weights = self._model.weight_bytes()
         self._num_pages = plan_pages(self.config, self._layout, self.device, needs, weights)
-        self._seconds["plan_memory"] = time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._seconds["plan_memory"] = seconds - self._seconds.get("trace", 0.0)
 
     def build_runners(self) -> None:
         """Allocates the KV pool and makes the runners; captures nothing."""
@@ -162,13 +162,12 @@ class ModelWorker:
             CaptureError: the model cannot be a graph; the note names the flag to go without.
         """
         runners = self._built()
-        started = time.perf_counter()
-        if not self._traced:
+        if "trace" not in self._seconds:
             runners.trace(progress)
-        traced = time.perf_counter()
+            self._seconds["trace"] = runners.trace_seconds
+        started = time.perf_counter()
         runners.capture(progress)
-        self._seconds["trace"] = traced - started
-        self._seconds["capture"] = time.perf_counter() - traced
+        self._seconds["capture"] = time.perf_counter() - started
 
     def launch(self, batch: ForwardBatch) -> StepOutput:
         """Runs ``batch`` after all that was launched before, and returns at once."""
@@ -195,7 +194,7 @@ class ModelWorker:
     def _measure(self) -> Needs:
         runners = self._build(_PAGES_TO_MEASURE_WITH)
         needs = measure_needs(runners, self._sampler, self.config)
-        self._traced = True
+        self._seconds["trace"] = runners.trace_seconds
         self._table.next_tokens.zero_()
         del runners
         release_cached(self.device)
