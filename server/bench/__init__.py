@@ -18,6 +18,8 @@ KINDS = {
     "prefill": ("prefill", "time to first token by prompt length, engine in process"),
     "offline": ("offline", "output tokens/s of many requests at once, engine in process"),
     "scheduler": ("scheduler", "what a step costs on the host, by running requests; no model"),
+    "frontend": ("frontend", "what one frontend process costs per token, with a scripted engine"),
+    "soak": ("soak", "memory of a server's processes over many requests"),
     "cpu-peer": ("cpu_peer", "decode speed on CPU against transformers' generate, in one run"),
 }
 

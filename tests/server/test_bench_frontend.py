@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from duograph.server.bench_frontend import BenchFrontendConfig, bench_frontend
+from duograph.server.bench.frontend import BenchFrontendConfig, bench_frontend
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What one frontend process costs: streams from a scripted engine, read by a cheap client.
 
-``python -m duograph.server.bench_frontend [--model PATH]`` starts one frontend on a core of its
+``duograph bench frontend [--model PATH]`` starts one frontend on a core of its
 own, the engine and the client on another, and prints a row per offered rate. The client keeps
 the bytes as they come and takes them apart when the clock has stopped; every text is checked.
 """
@@ -171,7 +171,7 @@ def _measure(
     request = f"{head}\r\nContent-Type: application/json\r\n\r\n{text}"
     client = _on_core(
         core,
-        ["-m", "duograph.server.bench_frontend", "--as-client"],
+        ["-m", "duograph.server.bench.frontend", "--as-client"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -323,32 +323,32 @@ def _print_row(result: BenchFrontendResult) -> None:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="duograph.server.bench_frontend")
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="duograph bench frontend", description=__doc__)
     parser.add_argument("--model", default="", help="model folder; empty = the default model")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="per stream")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="tokens/s offered")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("--as-client", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.as_client:
+    options = parser.parse_args(arguments)
+    if options.as_client:
         told = msgspec.json.decode(sys.stdin.buffer.read(), type=_ClientConfig)
         print(json.dumps(run_client(told)))
         return 0
-    folder = Path(arguments.model)
-    if not arguments.model:
+    folder = Path(options.model)
+    if not options.model:
         folder = resolve_model("", "auto", os.environ, print).folder
     config = BenchFrontendConfig(
-        model_folder=str(folder), streams=arguments.streams, tokens=arguments.tokens
+        model_folder=str(folder), streams=options.streams, tokens=options.tokens
     )
-    if not arguments.json:
+    if not options.json:
         print(f"one frontend process, {config.streams} streams of {config.tokens} tokens")
         for line in _TABLE_HEAD:
             print(line)
-    for rate in arguments.rates:
+    for rate in options.rates:
         result = bench_frontend(replace(config, rate=rate))
-        if arguments.json:
+        if options.json:
             print(json.dumps(asdict(result)), flush=True)
         else:
             _print_row(result)
@@ -356,4 +356,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
