@@ -41,6 +41,7 @@ from duograph.scheduler.messages import (
     ToFrontend,
     ToScheduler,
 )
+from duograph.server.child import die_with_parent
 
 HEARTBEAT_S = 0.5
 
@@ -252,6 +253,7 @@ def _scripted(request: GenerateRequest) -> _Running:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="duograph.server.scripted_engine")
     parser.add_argument("--config", type=Path, required=True, help="JSON file to read")
+    die_with_parent()
     config = msgspec.json.decode(parser.parse_args().config.read_bytes(), type=ScriptedEngineConfig)
     engine = ScriptedEngine(config)
     signal.signal(signal.SIGTERM, engine.stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ def wires(tmp_path: Path) -> Iterator[Wires]:
     wires = Wires(str(tmp_path), 1)
     yield wires
     wires.close(0)
+    # an engine's beat has armed it, and nobody would beat again before it ends this process
+    faulthandler.cancel_dump_traceback_later()
 
 
 def create_engine(wires: Wires, worker: FakeWorker | None = None) -> Engine:
