@@ -44,7 +44,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     size = x.shape[-1]
     squares: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    scale = squares.mul_(1.0 / size).add_(eps).rsqrt_()
+    # eps + squares / size in one op: rsub is other - alpha * input.
+    scale = torch.rsub(squares, eps, alpha=-1.0 / size).rsqrt_()
     return (x * scale).mul_(weight)
 
 
@@ -67,6 +68,10 @@ def rope_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Rotates ``q`` and ``k`` in place and writes ``k`` and ``v`` to the pool.
 
@@ -77,12 +82,29 @@ def rope_and_cache(
         cos_sin: float32 [context_length, head_dim]: cosines, then sines, of each position.
         k_cache, v_cache: one layer's pool, [num_slots, num_kv_heads, head_dim].
         out_cache_loc: int64 [num_tokens], slot of each row.
+        q_norm, k_norm: [head_dim], both or none: weights of ``rms_norm`` with ``eps``, which
+            every head of q and k goes through before it is rotated.
     """
     if q.is_cuda:
         from duograph.kernels import fused_triton
 
-        fused_triton.rope_and_cache(q, k, v, positions, cos_sin, k_cache, v_cache, out_cache_loc)
+        fused_triton.rope_and_cache(
+            q,
+            k,
+            v,
+            positions,
+            cos_sin,
+            k_cache,
+            v_cache,
+            out_cache_loc,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
         return
+    if q_norm is not None and k_norm is not None:
+        q.copy_(_rms_norm(q, q_norm, eps))
+        k.copy_(_rms_norm(k, k_norm, eps))
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     for heads in _rotated_together(q, k):
         if heads.dtype == torch.float32:
