@@ -121,7 +121,10 @@ class HostCheck:
     def _knows(self, origin: str, host: str) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
-        return urlsplit(origin).netloc.lower() == host.lower()
+        try:
+            return urlsplit(origin).netloc.lower() == host.lower()
+        except ValueError:  # such as http://[
+            return False
 
 
 class BearerAuth:

@@ -44,6 +44,20 @@ class _HeaderLimitError(Exception):
     """Headers too many or too long."""
 
 
+def _explained(error: httptools.HttpParserCallbackError) -> ApiError:
+    """What the client did wrong to make a callback of the parser raise. Raises ``error`` itself
+    if it is not the client's fault."""
+    match error.__context__:
+        case _HeaderLimitError():
+            text = f"Headers are limited to {MAX_HEADERS} lines and {MAX_HEADER_BYTES} bytes"
+            return ApiError(431, text)
+        # uvicorn reads the target only once all headers are there: no URL, or not ASCII
+        case httptools.HttpParserError() | UnicodeDecodeError():
+            return ApiError(400, "The request's target is not a valid URL")
+        case _:
+            raise error
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection."""
 
@@ -71,14 +85,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            if not isinstance(error.__context__, _HeaderLimitError):
-                raise
-            self._refuse(
-                ApiError(
-                    431,
-                    f"Headers are limited to {MAX_HEADERS} lines and {MAX_HEADER_BYTES} bytes",
-                )
-            )
+            self._refuse(_explained(error))
         except httptools.HttpParserUpgrade:
             self._refuse(ApiError(400, "Protocol upgrades are not served"))
         except httptools.HttpParserError:

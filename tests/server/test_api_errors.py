@@ -103,6 +103,29 @@ def test_headers_are_limited(server: Any) -> None:
     assert b" 400 " in raw_exchange(server.port, b"NONSENSE\r\n\r\n").split(b"\r\n")[0]
 
 
+@pytest.mark.parametrize(
+    "target", [b"CONNECT host:1", b"GET /\xff", b"GET /a\xc3\xa9", b"GET http://[", b"GET //["]
+)
+def test_a_target_that_is_no_url_is_answered_and_not_logged_as_a_fault(
+    server: Any, target: bytes
+) -> None:
+    answer = raw_exchange(
+        server.port, target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    )
+    assert answer.split(b" ")[1] in (b"400", b"404"), answer
+    assert b'"error"' in answer
+    assert "Traceback" not in server.stderr.read_text()
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://a]b", "null", "http://[::1", "x" * 5000])
+def test_an_origin_that_is_no_url_is_refused_like_any_other(
+    http: httpx.Client, server: Any, origin: str
+) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": "The"}, headers={"origin": origin})
+    check_envelope(answer, 403)
+    assert "Traceback" not in server.stderr.read_text()
+
+
 def raw_exchange(port: int, request: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
         raw.sendall(request)
