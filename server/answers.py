@@ -27,9 +27,10 @@ class AnswerHead:
     model: str
 
     @classmethod
-    def new(cls, prefix: str, model: str) -> AnswerHead:
-        """``prefix`` is chatcmpl or cmpl."""
-        return cls(id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=model)
+    def new(cls, prefix: str, model: str, client_id: str | None = None) -> AnswerHead:
+        """``prefix`` is chatcmpl or cmpl; the rest of the id is the client's or made here."""
+        rest = uuid.uuid4().hex if client_id is None else client_id
+        return cls(id=f"{prefix}-{rest}", created=int(time.time()), model=model)
 
 
 def chat_answer(head: AnswerHead, generation: Generation, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -7,6 +7,7 @@ fields that are understood but not honoured are refused by name.
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,6 +25,8 @@ from pydantic import (
 
 from duograph.server.body import parse_object
 from duograph.server.errors import ApiError, bad_field, not_supported, quote
+
+_log = logging.getLogger(__name__)
 
 MAX_PROMPTS = 4  # of one completion request
 MAX_CHOICES = 16  # n x prompts
@@ -106,7 +109,7 @@ class _Common(_Strict):
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Annotated[int, Field(ge=1)] = 1  # at most --max-n: see translate.py
     seed: Int64 | None = None
     stop: Stop = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] = []
@@ -123,6 +126,11 @@ class _Common(_Strict):
     rid: Annotated[str, Field(max_length=256)] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None
     priority: Int64 | None = None
+
+    @property
+    def client_id(self) -> str | None:
+        """What the client calls its request: echoed in the answer's id, and used for nothing."""
+        return self.rid if self.rid is not None else self.request_id
 
     @property
     def keeps_stop_text(self) -> bool:
@@ -276,6 +284,9 @@ def _refuse(document: dict[str, Any], names: tuple[str, ...]) -> None:
 
 
 def _validate(model: type[Request], document: dict[str, Any]) -> Request:
+    ignored = document.keys() - model.model_fields.keys()
+    if ignored:
+        _log.debug("fields without effect: %s", quote(", ".join(sorted(ignored))))
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -314,6 +325,8 @@ def _range_text(annotation: Any, metadata: list[Any]) -> str:
                     low = f"({bound.gt}"
                 case annotated_types.Le():
                     high = f"{bound.le}]"
+    if low and not high:
+        return f"{kind} of at least {low[1:]}"
     return f"{kind} in {low}, {high}" if low and high else ""
 
 

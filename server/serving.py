@@ -109,7 +109,7 @@ class Serving:
         self._check_model(parsed.model)
         with self._admit(parsed.n) as admission:
             plans = await self.translator.chat(parsed, self.info)
-            head = AnswerHead.new("chatcmpl", self.config.served_names[0])
+            head = AnswerHead.new("chatcmpl", self.config.served_names[0], parsed.client_id)
             return await self._answer(request.receive, parsed, plans, head, admission)
 
     async def completion(self, request: Request) -> Response:
@@ -119,7 +119,7 @@ class Serving:
         self._check_model(parsed.model)
         with self._admit(parsed.n) as admission:
             plans = await self.translator.completion(parsed, self.info)
-            head = AnswerHead.new("cmpl", self.config.served_names[0])
+            head = AnswerHead.new("cmpl", self.config.served_names[0], parsed.client_id)
             return await self._answer(request.receive, parsed, plans, head, admission)
 
     def _check_accepting(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -71,6 +72,20 @@ def test_03_one_id_created_and_model_for_all_chunks(http: httpx.Client) -> None:
     assert whole["object"] == "chat.completion" and whole["id"].startswith("chatcmpl-")
     whole = http.post(COMPLETIONS, json={"prompt": "The"}).json()
     assert whole["object"] == "text_completion" and whole["id"].startswith("cmpl-")
+
+
+def test_the_clients_own_id_is_echoed_streamed_or_not(http: httpx.Client) -> None:
+    for name in ("rid", "request_id"):
+        mine = {name: 'my "id" ü', "messages": FOX}
+        assert http.post(CHAT, json=mine).json()["id"] == 'chatcmpl-my "id" ü'
+        *chunks, _ = events(http, CHAT, mine)
+        assert {chunk["id"] for chunk in chunks} == {'chatcmpl-my "id" ü'}
+    # two at once may have the same: the engine never sees it
+    same = {"prompt": ["The", "quick"], "rid": "x"}
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: http.post(COMPLETIONS, json=same).json(), range(4)))
+    assert [answer["id"] for answer in answers] == ["cmpl-x"] * 4
+    assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
 
 
 def test_04_finish_reasons_are_openais_and_matched_stop_says_more(http: httpx.Client) -> None:

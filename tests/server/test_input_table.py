@@ -4,10 +4,13 @@ answer, and the server answers rightly afterwards."""
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import httpx
 import pytest
+
+from duograph.server.openai_schema import parse_completion
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "The quick fox"}]
@@ -158,3 +161,20 @@ def test_limits_are_checked_before_work(http: httpx.Client, server: Any) -> None
         assert answer.status_code == 400
         assert answer.elapsed.total_seconds() < 2.0  # 0.1 s, on a machine that is not shared
     assert len(server.received("GenerateRequest")) == before
+
+
+def test_a_wrong_number_of_choices_is_told_the_limit_of_this_server(http: httpx.Client) -> None:
+    for n, bounds in ((9, "in [1, 8], got 9"), (0, "of at least 1, got 0")):
+        error = post(http, COMPLETIONS, f'"n": {n}').json()["error"]
+        assert error["message"] == f"n: must be an integer {bounds}"
+
+
+def test_unknown_fields_are_named_in_a_debug_line_and_nowhere_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = b'{"prompt": "secret", "zeta\\n": 1, "alpha": {"x": 2}, "user": "me"}'
+    with caplog.at_level(logging.DEBUG, "duograph"):
+        request = parse_completion(body)
+    assert not hasattr(request, "alpha")
+    lines = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert lines == [("DEBUG", "fields without effect: 'alpha, user, zeta\\n'")]
