@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from duograph.scheduler.admission import EngineLimits
 from duograph.scheduler.engine import Worker
 from duograph.scheduler.engine_config import EngineConfig
 from duograph.scheduler.messages import Phase
+
+if TYPE_CHECKING:
+    from duograph.runners.worker import WorkerLimits
 
 _log = logging.getLogger(__name__)
 
@@ -63,12 +66,14 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     worker.plan_memory()
     worker.build_runners()
     worker.capture(lambda phase, done, total: progress(cast(Phase, phase), done, total))
-    limits = EngineLimits(
-        num_pages=worker.limits.num_pages,
-        page_size=worker.limits.page_size,
-        max_running_requests=worker.limits.max_running_requests,
-        context_length=worker.limits.context_length,
-        chunked_prefill_size=worker.limits.chunked_prefill_size,
+    limits = worker.limits
+    _log.info("%s", limits_line(limits, available_bytes(device) / GIB))
+    engine_limits = EngineLimits(
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_running_requests=limits.max_running_requests,
+        context_length=limits.context_length,
+        chunked_prefill_size=limits.chunked_prefill_size,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
     )
@@ -78,4 +83,15 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         "dtype": worker.config.dtype,
         "attention_backend": worker.config.attention_backend,
     }
-    return LoadedWorker(worker, limits, device.type == "cuda", details)
+    return LoadedWorker(worker, engine_limits, device.type == "cuda", details)
+
+
+def limits_line(limits: WorkerLimits, free_gib: float) -> str:
+    """What was decided, in SGLang's words. ``free_gib`` is of the device, which may be the CPU."""
+    chunk = limits.chunked_prefill_size  # no step takes more, over all its prompts
+    return (
+        f"max_total_num_tokens={limits.max_total_num_tokens}, chunked_prefill_size={chunk}, "
+        f"max_prefill_tokens={chunk}, max_running_requests={limits.max_running_requests}, "
+        f"context_len={limits.context_length}, available_gpu_mem={free_gib:.2f} GB, "
+        f"page_size={limits.page_size}"
+    )

@@ -122,15 +122,6 @@ class _Start:
         # What start-up made stays for ever: the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        _log.info(
-            "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, "
-            "context_len=%d, page_size=%d",
-            limits.max_total_num_tokens,
-            limits.chunked_prefill_size,
-            limits.max_running_requests,
-            limits.context_length,
-            limits.page_size,
-        )
         engine = Engine(
             scheduler=Scheduler(config.scheduler, limits, config.num_frontends),
             worker=loaded.worker,

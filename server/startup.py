@@ -29,6 +29,8 @@ PHASE_TITLES = {
     "ready": "Engine ready",
     "draining": "Draining",
 }
+# Where progress is counted, the words that scripts look for; only safetensors files report any.
+PROGRESS_TITLES = {"loading_weights": "Loading safetensors checkpoint shards, tensors"}
 # The engine draws these itself: it knows the sizes and the free memory.
 SHOWN_BY_ENGINE = ("capturing_decode", "capturing_prefill")
 LINES_PER_PHASE = 4  # without a terminal: carriage returns ruin container logs
@@ -53,6 +55,7 @@ class StartupReport:
                 _log.info("%s", title)
         if status.phase in SHOWN_BY_ENGINE or status.total <= 1:
             return
+        title = PROGRESS_TITLES.get(status.phase, title)
         if self._bars:
             if self._bar is None:
                 self._bar = tqdm[Any](total=status.total, desc=title, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from duograph.tests.e2e.server_process import ServerProcess
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 NAME = "SmolLM2-135M-Instruct"
+LIMITS_LINE = (
+    r"max_total_num_tokens=\d+, chunked_prefill_size=\d+, max_prefill_tokens=\d+, "
+    r"max_running_requests=\d+, context_len=8192, available_gpu_mem=\d+\.\d\d GB"
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +88,7 @@ def test_the_words_that_scripts_wait_for_are_printed(smol: ServerProcess) -> Non
     log = smol.log()
     expected = [
         "Load weight begin. avail mem=",
+        "Loading safetensors checkpoint shards",
         "Load weight end. elapsed=",
         "KV Cache is allocated. #tokens: ",
         "Memory pool end. avail mem=",
@@ -91,8 +97,9 @@ def test_the_words_that_scripts_wait_for_are_printed(smol: ServerProcess) -> Non
         "Capture cuda graph end. Time elapsed: ",
         "Capture piecewise CUDA graph begin.",
         "Capture piecewise CUDA graph end. Time elapsed: ",
-        "max_total_num_tokens=",
+        "Prefill batch, #new-seq: 1, #new-token: ",
         "The server is fired up and ready to roll!",
     ]
     assert [line for line in expected if line not in log] == []
+    assert re.search(LIMITS_LINE, log)
     assert "\r" not in log  # no progress bar without a terminal

@@ -143,7 +143,7 @@ def test_the_first_signal_drains_and_exits_0(
     thread.join()
     assert_all_gone(tree)
     assert "The server is fired up and ready to roll!" in log.messages
-    assert "Loading weights: 1/2" in log.messages
+    assert "Loading safetensors checkpoint shards, tensors: 1/2" in log.messages
     assert [child.process.returncode for child in tree.children] == [0, 0]
 
 
