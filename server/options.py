@@ -37,7 +37,6 @@ class Option:
     owner: type
     kind: type  # bool, int, float or str
     is_list: bool
-    is_optional: bool
     default: Any
     metadata: Mapping[str, Any]
 
@@ -56,12 +55,11 @@ def options_of(owner: type) -> Iterator[Option]:
         if "group" not in field.metadata:
             continue  # a nested config, whose fields are listed by themselves
         hint = hints[field.name]
-        is_optional = isinstance(hint, types.UnionType)
-        if is_optional:
+        if isinstance(hint, types.UnionType):  # None = choose for me
             hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
         is_list = typing.get_origin(hint) is tuple
         kind = typing.get_args(hint)[0] if is_list else hint
-        yield Option(field.name, owner, kind, is_list, is_optional, field.default, field.metadata)
+        yield Option(field.name, owner, kind, is_list, field.default, field.metadata)
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
