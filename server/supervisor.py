@@ -151,6 +151,8 @@ class Supervisor:
             frontend.send(signal.SIGTERM)
 
     def _take_deaths(self) -> None:
+        if self._exit is not None:
+            return  # it has been decided; these may be deaths that the decision brought
         asked = signal.SIGTERM in self._scheduler.signals_sent
         if self._scheduler.exit_code() is not None and not asked:
             self._child_died(self._scheduler, ExitCode.SCHEDULER_DIED)

@@ -50,6 +50,15 @@ context.term()
 READY = 'EngineStatus(phase="ready")'
 
 
+class DeadAtOnce(Child):
+    """A child whose death by SIGKILL is seen in the very next look at it."""
+
+    def send(self, number: int) -> None:
+        super().send(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
 class Tree:
     """One supervisor and its children, run in the test's own process."""
 
@@ -63,7 +72,7 @@ class Tree:
     def child(self, role: str, script: str) -> Child:
         environ = {**os.environ, "PYTHONPATH": str(SOURCE_ROOT)}
         process = subprocess.Popen([sys.executable, "-c", script], env=environ)
-        self.children.append(Child(role, process))
+        self.children.append(DeadAtOnce(role, process))
         return self.children[-1]
 
     def run(
