@@ -103,7 +103,5 @@ class FrontendConfig:
     context_length: int | None = None  # --context-length, if given
     max_running_requests: int | None = None  # --max-running-requests, if given
     max_queue: int = 256  # --max-queue
-    queue_timeout: float = 60.0
-    request_timeout: float = 600.0
     server_info: dict[str, Any] = field(default_factory=dict)  # the flags; JSON-able, no key
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty = no key is asked for

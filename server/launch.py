@@ -235,8 +235,6 @@ def _start_frontend(plan: Plan, index: int, environ: Mapping[str, str]) -> Child
         context_length=runner.context_length,
         max_running_requests=runner.max_running_requests,
         max_queue=scheduler.max_queue,
-        queue_timeout=scheduler.queue_timeout,
-        request_timeout=scheduler.request_timeout,
         server_info=flag_values(plan.config),
         api_keys=plan.api_keys,
     )
