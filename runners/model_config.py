@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from duograph.runners.config_file import ConfigFile, ModelError
 
 __all__ = ["KNOWN_ARCHITECTURES", "GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
 
+_ABOVE_ZERO = 1e-9
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -54,13 +54,19 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling defaults the model's author recommends; None where the files say nothing."""
+    """Sampling defaults the model's author recommends, within the ranges that a request may
+    ask for; None where the files say nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    @staticmethod
+    def from_folder(path: str | Path) -> GenerationDefaults:
+        """Reads ``path``/generation_config.json, if there is one. Raises ModelError."""
+        return _generation_defaults(_generation_file(Path(path)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +100,6 @@ class ModelConfig:
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     context_clipped_from: int | None = None
-    generation: GenerationDefaults = GenerationDefaults()
 
     @staticmethod
     def from_folder(path: str | Path) -> ModelConfig:
@@ -108,13 +113,7 @@ class ModelConfig:
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such model folder")
         config = ConfigFile.read(folder / "config.json")
-        generation_path = folder / "generation_config.json"
-        generation = (
-            ConfigFile.read(generation_path)
-            if generation_path.exists()
-            else ConfigFile(generation_path, {})
-        )
-        return _parse(config, generation)
+        return _parse(config, _generation_file(folder))
 
     @property
     def num_parameters(self) -> int:
@@ -129,6 +128,11 @@ class ModelConfig:
         return (
             tables * self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size
         )
+
+
+def _generation_file(folder: Path) -> ConfigFile:
+    path = folder / "generation_config.json"
+    return ConfigFile.read(path) if path.exists() else ConfigFile(path, {})
 
 
 def _parse(config: ConfigFile, generation: ConfigFile) -> ModelConfig:
@@ -167,7 +171,6 @@ def _parse(config: ConfigFile, generation: ConfigFile) -> ModelConfig:
         qk_norm=architecture.qk_norm,
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
-        generation=_generation_defaults(generation),
     )
 
 
@@ -281,18 +284,21 @@ def _eos_token_ids(config: ConfigFile, generation: ConfigFile, vocab_size: int) 
 
 
 def _generation_defaults(generation: ConfigFile) -> GenerationDefaults:
+    if not generation.boolean("do_sample", default=True):
+        return GenerationDefaults(temperature=0.0)
+
     def optional(field: str, low: float, high: float) -> float | None:
         if generation.get(field) is None:
             return None
         return generation.number(field, low=low, high=high)
 
-    top_k: Any = generation.get("top_k")
+    top_k: int | None = generation.get("top_k")
     if top_k is not None:
         top_k = generation.integer("top_k", low=-1, high=1 << 24) or -1  # 0 also means off
     return GenerationDefaults(
-        temperature=optional("temperature", 0.0, 100.0),
-        top_p=optional("top_p", 0.0, 1.0),
+        temperature=optional("temperature", 0.0, 2.0),
+        top_p=optional("top_p", _ABOVE_ZERO, 1.0),
         top_k=top_k,
         min_p=optional("min_p", 0.0, 1.0),
-        repetition_penalty=optional("repetition_penalty", 0.0, 100.0),
+        repetition_penalty=optional("repetition_penalty", _ABOVE_ZERO, 2.0),
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from duograph.runners.model_config import GenerationDefaults
 from duograph.scheduler.channel import frontend_address, scheduler_address
 from duograph.server import errors
 from duograph.server.app import create_app
@@ -48,7 +49,7 @@ def run(config: FrontendConfig, listener: socket.socket) -> None:
     """Serves until SIGTERM and the end of the drain.
 
     Raises:
-        TokenizerError, ValueError: a file of the model folder is missing or broken.
+        ModelError, TokenizerError, ValueError: a file of the model folder is missing or broken.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -56,11 +57,11 @@ def run(config: FrontendConfig, listener: socket.socket) -> None:
 
 
 def create_serving(config: FrontendConfig) -> Serving:
-    """All parts but the server. Raises TokenizerError, ValueError or zmq.ZMQError."""
+    """All parts but the server. Raises ModelError, TokenizerError, ValueError or zmq.ZMQError."""
     folder = Path(config.model_folder)
     tokenizer = Tokenizer(folder)
     template = ChatTemplate(folder, tokenizer)
-    defaults = SamplingDefaults.from_folder(folder)
+    defaults = SamplingDefaults.of_model(GenerationDefaults.from_folder(folder))
     engine = EngineClient(
         scheduler_address=scheduler_address(config.run_dir),
         own_address=frontend_address(config.run_dir, config.index),

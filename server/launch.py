@@ -19,7 +19,7 @@ import setproctitle
 import zmq
 
 from duograph.runners.config import RunnerConfig
-from duograph.runners.model_config import ModelConfig
+from duograph.runners.model_config import GenerationDefaults, ModelConfig
 from duograph.runners.model_config import ModelError as ModelConfigError
 from duograph.scheduler.channel import Receiver, supervisor_address
 from duograph.scheduler.engine_config import EngineConfig
@@ -105,12 +105,14 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> ExitCode:
 
 
 def check_model(model: LocalModel, runner: RunnerConfig) -> None:
-    """What can be known from the model's config.json, before an engine spends seconds to start.
+    """What can be known from the model's two config files, before an engine spends seconds to
+    start.
 
     Raises:
         ModelConfigError: a model that cannot be served.
         UsageError: --context-length is beyond the model.
     """
+    GenerationDefaults.from_folder(model.folder)
     known = ModelConfig.from_folder(model.folder).context_length
     if runner.context_length is not None and runner.context_length > known:
         raise UsageError(f"--context-length {runner.context_length} is above the model's {known}")

@@ -5,15 +5,14 @@ Knows the model's limits and defaults; does not know responses, sockets or the e
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 
+from duograph.runners.model_config import GenerationDefaults
 from duograph.runners.sampling_params import SamplingParams
 from duograph.scheduler.messages import EngineInfo
 from duograph.server.chat import ChatTemplate, Message
@@ -44,31 +43,9 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def from_folder(cls, folder: Path) -> SamplingDefaults:
-        """Raises ValueError naming the file and the field."""
-        path = folder / "generation_config.json"
-        if not path.is_file():
-            return cls()
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        if document.get("do_sample") is False:
-            return cls(temperature=0.0)
-        values: dict[str, Any] = {}
-        for name in cls.__dataclass_fields__:
-            value = document.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{path}: {name} must be a number, got {value!r}")
-            values[name] = (int(value) or -1) if name == "top_k" else float(value)
-        defaults = cls(**values)
-        try:
-            SamplingParams(**values).validate(vocab_size=2**31)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        return defaults
+    def of_model(cls, model: GenerationDefaults) -> SamplingDefaults:
+        given = {field.name: getattr(model, field.name) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from duograph.runners.model_config import KNOWN_ARCHITECTURES, ModelConfig, ModelError
+from duograph.runners.model_config import (
+    KNOWN_ARCHITECTURES,
+    GenerationDefaults,
+    ModelConfig,
+    ModelError,
+)
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,9 +96,13 @@ def test_generation_config_wins_for_end_tokens_and_gives_defaults(tmp_path: Path
     generation = {"eos_token_id": [5, 7, 9], "temperature": 0.6, "top_p": 0.9, "top_k": 0}
     config = read(tmp_path, generation=generation)
     assert config.eos_token_ids == (5, 7, 9)
-    assert (config.generation.temperature, config.generation.top_p) == (0.6, 0.9)
-    assert (config.generation.top_k, config.generation.min_p) == (-1, None)
+    defaults = GenerationDefaults.from_folder(tmp_path)
+    assert (defaults.temperature, defaults.top_p) == (0.6, 0.9)
+    assert (defaults.top_k, defaults.min_p) == (-1, None)
     assert read(tmp_path, generation={"bos_token_id": 1}).eos_token_ids == (7,)
+    assert GenerationDefaults.from_folder(tmp_path) == GenerationDefaults()
+    read(tmp_path, generation={"do_sample": False, "temperature": 0.6})
+    assert GenerationDefaults.from_folder(tmp_path) == GenerationDefaults(temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +214,10 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
         file.truncate(1 << 30)  # sparse: claims a gigabyte
     with pytest.raises(ModelError, match="too long"):
         ModelConfig.from_folder(tmp_path)
-    with pytest.raises(ModelError, match=r"generation_config\.json: top_p"):
-        read(tmp_path, generation={"top_p": 3.0})
+    for field, value in (("top_p", 3.0), ("top_p", 0), ("temperature", 2.1), ("top_k", "5")):
+        read(tmp_path, generation={field: value})
+        with pytest.raises(ModelError, match=rf"generation_config\.json: {field}"):
+            GenerationDefaults.from_folder(tmp_path)
 
 
 def test_reading_a_config_imports_no_torch() -> None:

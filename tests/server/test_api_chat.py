@@ -3,7 +3,10 @@ prompt's tokens, so the text of an answer is the rendered chat without its speci
 
 from __future__ import annotations
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -167,6 +170,28 @@ def test_sampling_fields_reach_the_engine(server: Any, client: Any) -> None:
         "repetition_penalty": 1.5, "logit_bias": {"11": -100.0, "12": 2.5},
         "stop_token_ids": [5, 6], "ignore_eos": True, "logprobs": None,
     }  # fmt: skip
+
+
+def test_what_the_models_author_recommends_is_the_default_and_a_client_may_differ(
+    new_server: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    advice = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    server = new_server(folder=folder)
+    with httpx.Client(base_url=server.url) as http:
+        for fields, expected in (
+            ({}, (0.6, 20, 1.0)),
+            ({"temperature": 1, "top_k": -1}, (1, -1, 1)),
+        ):
+            assert (
+                http.post("/v1/chat/completions", json={"messages": FOX, **fields}).status_code
+                == 200
+            )
+            sampling = server.received("GenerateRequest")[-1]["sampling"]
+            assert (sampling["temperature"], sampling["top_k"], sampling["top_p"]) == expected
+            assert sampling["repetition_penalty"] == 1.1
 
 
 def test_logprobs_have_exactly_the_asked_number_and_raw_bytes(
