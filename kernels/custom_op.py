@@ -1,8 +1,8 @@
 """The only door for kernels that torch.compile must not look into, and the list of split ops.
 
-An op says at its definition that it splits the prefill graph; the piecewise cutter reads
-``split_op_names()`` and never hears of an op by any other way. This file knows no model,
-batch or backend.
+An op says at its definition that it splits the prefill graph; the piecewise cutter asks
+``is_split_op`` and never hears of an op by any other way. This file knows no model, batch or
+backend.
 """
 
 from __future__ import annotations
@@ -68,11 +68,6 @@ def register_custom_op(
         return overload
 
     return decorate
-
-
-def split_op_names() -> frozenset[str]:
-    """Names, as ``namespace.op``, of every op registered with ``split_point=True``."""
-    return frozenset(_SPLIT_OPS)
 
 
 def is_split_op(target: object) -> bool:

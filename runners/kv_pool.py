@@ -1,4 +1,4 @@
-"""The paged pool of keys and values, and how many pages fit into the memory there is.
+"""The paged pool of keys and values, and how many bytes a page of it takes.
 
 ``slot = page * page_size + offset``. Page 0 is the dummy page: padding rows write there and
 nothing else may. This file knows no request; which page belongs to whom is the scheduler's
@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-DUMMY_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)
