@@ -33,7 +33,7 @@ def test_nothing_given_is_all_defaults() -> None:
     assert check_together(config) == []
 
 
-def test_every_flag_of_the_issue_exists() -> None:
+def test_every_promised_flag_exists() -> None:
     wanted = """model-path served-model-name host port dtype device load-format context-length
     mem-fraction-static max-running-requests max-total-tokens chunked-prefill-size page-size
     schedule-policy disable-radix-cache disable-overlap-schedule attention-backend
