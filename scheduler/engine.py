@@ -57,6 +57,7 @@ class Engine:
         self._log_interval = log_interval
         self._watchdog_timeout = watchdog_timeout
         self._next_beat = 0.0
+        self._said_full = False  # the last heartbeat has kept the frontends from sending
         self._was_idle = False
         self._decode_steps = 0
         self._eager_mark = 0  # decode steps without a graph at the last decode line
@@ -70,6 +71,9 @@ class Engine:
         if now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_S
             self._beat(now)
+        elif self._said_full and not self._is_full():
+            # a short queue can be empty long before the next beat, and nobody would send
+            self._send_heartbeat()
         return not self._stopping
 
     def now(self) -> float:
@@ -121,10 +125,8 @@ class Engine:
         # The watchdog: if no beat follows in time, a C thread dumps all stacks and ends the
         # process.
         faulthandler.dump_traceback_later(self._watchdog_timeout, exit=True, file=sys.stderr)
+        self._send_heartbeat()
         stats, gauges = self.scheduler.stats, self.scheduler.gauges()
-        heartbeat = Heartbeat(stats.steps, gauges.running, gauges.waiting)
-        self._wires.to_frontends(heartbeat)
-        self._wires.to_supervisor(heartbeat)
         since, tokens = self._metric_mark
         throughput = (stats.generation_tokens - tokens) / max(now - since, 1e-9)
         self._metric_mark = (now, stats.generation_tokens)
@@ -139,6 +141,17 @@ class Engine:
                 graph_gauges=levels,
             )
         )
+
+    def _is_full(self) -> bool:
+        """Frontends that hear of so long a queue send nothing."""
+        return len(self.scheduler.queues.waiting) >= self.scheduler.config.max_queue
+
+    def _send_heartbeat(self) -> None:
+        self._said_full = self._is_full()
+        gauges = self.scheduler.gauges()
+        heartbeat = Heartbeat(self.scheduler.stats.steps, gauges.running, gauges.waiting)
+        self._wires.to_frontends(heartbeat)
+        self._wires.to_supervisor(heartbeat)
 
     def _check_books(self) -> None:
         try:

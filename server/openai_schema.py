@@ -133,6 +133,11 @@ class _Common(_Strict):
         return self.rid if self.rid is not None else self.request_id
 
     @property
+    def num_sequences(self) -> int:
+        """What the request counts for in the queue; before ``prompt`` has been checked."""
+        return self.n
+
+    @property
     def keeps_stop_text(self) -> bool:
         return self.include_stop_str_in_output or self.no_stop_trim
 
@@ -225,6 +230,13 @@ class CompletionRequest(_Common):
     echo: StrictBool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        several = bool(prompts) and type(prompts[0]) is not int
+        # more are refused by name, whatever the queue holds
+        return self.n * (min(len(prompts), MAX_PROMPTS) if several else 1)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:

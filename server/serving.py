@@ -107,7 +107,7 @@ class Serving:
         self._check_accepting()
         parsed = parse_chat(await read_json_body(request, self.config.http.max_body_bytes))
         self._check_model(parsed.model)
-        with self._admit(parsed.n) as admission:
+        with self._admit(parsed.num_sequences) as admission:
             plans = await self.translator.chat(parsed, self.info)
             head = AnswerHead.new("chatcmpl", self.config.served_names[0], parsed.client_id)
             return await self._answer(request.receive, parsed, plans, head, admission)
@@ -117,18 +117,25 @@ class Serving:
         self._check_accepting()
         parsed = parse_completion(await read_json_body(request, self.config.http.max_body_bytes))
         self._check_model(parsed.model)
-        with self._admit(parsed.n) as admission:
+        with self._admit(parsed.num_sequences) as admission:
             plans = await self.translator.completion(parsed, self.info)
             head = AnswerHead.new("cmpl", self.config.served_names[0], parsed.client_id)
             return await self._answer(request.receive, parsed, plans, head, admission)
 
-    def _check_accepting(self) -> None:
+    def _check_accepting(self, sequences: int = 1) -> None:
         """Before anything is read: a full or starting server answers at once."""
         reason = self.unavailable()
         if reason is not None:
             raise reason
         limit = self.info.max_running_requests + self.config.max_queue
-        if self._admitted >= limit or self.engine.heartbeat.waiting >= self.config.max_queue:
+        if sequences > limit:  # never retried with success, so it is not "overloaded"
+            raise errors.bad_field(
+                "n",
+                f"n x prompts must be at most {limit}, the rows and the queue of this server "
+                f"(--max-running-requests, --max-queue); got {sequences}",
+            )
+        is_full = self._admitted + sequences > limit
+        if is_full or self.engine.heartbeat.waiting >= self.config.max_queue:
             raise errors.overloaded()
 
     def _check_model(self, name: str | None) -> None:
@@ -136,7 +143,7 @@ class Serving:
             raise errors.model_not_found(str(name))
 
     def _admit(self, sequences: int) -> _Admission:
-        self._check_accepting()  # others may have come while the body was read
+        self._check_accepting(sequences)  # others may have come while the body was read
         self._admitted += sequences
         self._requests += 1
         return _Admission(self, sequences)

@@ -18,7 +18,7 @@ from duograph.scheduler.channel import Receiver, Sender, frontend_address, sched
 from duograph.scheduler.config import SchedulerConfig
 from duograph.scheduler.engine import Engine
 from duograph.scheduler.loop import overlap_loop
-from duograph.scheduler.messages import Heartbeat, StepTokens, ToFrontend
+from duograph.scheduler.messages import AbortRequest, Heartbeat, StepTokens, ToFrontend
 from duograph.scheduler.scheduler import Scheduler
 from duograph.scheduler.wires import FrontendStuck, Wires
 from duograph.tests.scheduler.driver import request
@@ -34,9 +34,11 @@ def wires(tmp_path: Path) -> Iterator[Wires]:
     faulthandler.cancel_dump_traceback_later()
 
 
-def create_engine(wires: Wires, worker: FakeWorker | None = None) -> Engine:
+def create_engine(
+    wires: Wires, worker: FakeWorker | None = None, config: SchedulerConfig | None = None
+) -> Engine:
     return Engine(
-        scheduler=Scheduler(SchedulerConfig(), LIMITS, 1),
+        scheduler=Scheduler(config or SchedulerConfig(), LIMITS, 1),
         worker=worker or FakeWorker(),
         builder=BatchBuilder(page_size=LIMITS.page_size, pinned=False),
         wires=wires,
@@ -134,3 +136,27 @@ def test_a_fault_inside_one_request_is_logged_with_its_traceback(
     engine.send(engine.scheduler.step([request(1)], 0.0))
     assert "request 1 failed inside the engine" in caplog.text and "planted" in caplog.text
     assert not engine.scheduler.fault_log
+
+
+def test_a_queue_that_is_no_longer_full_is_told_at_once(
+    wires: Wires, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the frontends send nothing until the next beat, and the device idles."""
+    monkeypatch.setattr("duograph.scheduler.engine.HEARTBEAT_S", 3600.0)
+    engine = create_engine(wires, config=SchedulerConfig(max_queue=3))
+    rows = LIMITS.max_running_requests
+    engine.scheduler.step([request(rid) for rid in range(rows + 3)], 0.0)
+    with zmq.Context() as context:
+        receiver: Receiver[Any] = Receiver(context, frontend_address(str(tmp_path), 0), ToFrontend)
+
+        def heard() -> list[int]:
+            receiver.wait(0.5)
+            return [m.waiting for m in receiver.drain() if isinstance(m, Heartbeat)]
+
+        assert engine.alive() and heard() == [3]
+        assert engine.alive() and heard() == [], "nothing has changed"
+        engine.scheduler.step([AbortRequest(rows + 2)], 0.0)
+        assert engine.alive() and heard() == [2], "there is room again"
+        engine.scheduler.step([AbortRequest(rows + 1)], 0.0)
+        assert engine.alive() and heard() == [], "there still is"
+        receiver.close()

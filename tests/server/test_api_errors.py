@@ -229,3 +229,36 @@ def test_a_full_queue_is_answered_at_once_and_accepted_work_goes_on(
         server.frontend.send_signal(signal.SIGTERM)
         for future in waiting:
             check_envelope(future.result(), 503, "draining")
+
+
+def test_a_request_that_no_empty_queue_could_take_is_not_told_to_try_again(
+    new_server: Any,
+) -> None:
+    server = new_server(
+        engine={"max_running_requests": 2}, frontend={"max_queue": 2, "max_running_requests": 2}
+    )
+    http = server.http()
+    for body in ({"prompt": "The", "n": 5}, {"prompt": ["The", "a", "b"], "n": 2}):
+        error = check_envelope(http.post(COMPLETIONS, json=body), 400)
+        assert error["param"] == "n" and "--max-queue" in error["message"]
+    assert server.received("GenerateRequest") == []
+    for body in ({"prompt": "The", "n": 4}, {"prompt": ["The", "a"], "n": 2}, {"prompt": [1, 2]}):
+        assert http.post(COMPLETIONS, json={"max_tokens": 1, **body}).status_code == 200
+
+
+def test_every_prompt_of_a_request_takes_a_place_in_the_queue(
+    new_server: Any, eventually: Any
+) -> None:
+    server = new_server(
+        engine={"max_running_requests": 2}, frontend={"max_queue": 2, "max_running_requests": 2}
+    )
+    hanging = {"prompt": ["The", "a", "b"], "cache_salt": "hang"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: server.http().post(COMPLETIONS, json=hanging))
+        eventually(lambda: len(server.received("GenerateRequest")) == 3, what="three at work")
+        two = server.http().post(COMPLETIONS, json={"prompt": ["The", "a"]})
+        check_envelope(two, 503, "overloaded")
+        one = server.http().post(COMPLETIONS, json={"prompt": "The", "max_tokens": 1})
+        assert one.status_code == 200
+        server.frontend.send_signal(signal.SIGTERM)
+        check_envelope(waiting.result(), 503, "draining")
