@@ -8,7 +8,6 @@ know who counts what.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from prometheus_client.metrics_core import (
 )
 
 from duograph.scheduler.messages import MetricsSnapshot
+from duograph.scheduler.stats import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,21 +28,6 @@ _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-
-
-class Histogram:
-    """Counts per upper bound, the last bucket unbounded, and the sum."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
 
 class FrontendMetrics:
