@@ -94,14 +94,12 @@ class FrontendConfig:
 
     http: HttpConfig  # with api_key and api_key_file blanked: see api_keys
     run_dir: str  # private folder of the sockets
-    index: int  # 0 .. num_frontends - 1
-    num_frontends: int
+    index: int  # from 0
     listen_fd: int  # the inherited listening TCP socket
     parent_pid: int
     model_folder: str  # holds config.json and tokenizer.json
     served_names: tuple[str, ...]  # at least one
     context_length: int | None = None  # --context-length, if given
-    max_running_requests: int | None = None  # --max-running-requests, if given
     max_queue: int = 256  # --max-queue
     server_info: dict[str, Any] = field(default_factory=dict)  # the flags; JSON-able, no key
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty = no key is asked for

@@ -13,6 +13,12 @@ import pytest
 # OpenMP team larger than the free cores makes a small model many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Processes that tests start find the project, whether it is installed or not.
+_SOURCES = str(Path(__file__).resolve().parents[1] / ".src")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    part for part in (_SOURCES, os.environ.get("PYTHONPATH")) if part
+)
+
 # Whoever asks for one of these starts processes; `make test-fast` leaves it out.
 PROCESS_FIXTURES = {"server", "new_server", "smol"}
 

@@ -122,7 +122,6 @@ def _start_frontend(
         http=HttpConfig(log_level="warning"),
         run_dir=run_dir,
         index=0,
-        num_frontends=1,
         listen_fd=listener.fileno(),
         parent_pid=os.getpid(),
         model_folder=config.model_folder,

@@ -154,7 +154,6 @@ def start_server(
         http=http or HttpConfig(shutdown_timeout=5.0),
         run_dir=str(run_dir),
         index=0,
-        num_frontends=1,
         listen_fd=listener.fileno(),
         parent_pid=os.getpid(),
         model_folder=str(folder),
