@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from duograph.kernels.pdl import pdl_launch
 
 _ROPE_HEADS = 8  # heads of one program
 _SILU_BLOCK = 1024
@@ -58,7 +61,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows = out.numel() // width
     if rows:
         _silu_and_mul_kernel[(rows, triton.cdiv(width, _SILU_BLOCK))](
-            gate_up, out, width, BLOCK=_SILU_BLOCK, num_warps=4
+            gate_up, out, width, BLOCK=_SILU_BLOCK, num_warps=4, **pdl_launch(out.device)
         )
     return out
 
@@ -72,6 +75,10 @@ def rope_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """See ``fused.rope_and_cache``: rotates q and k in place, writes k and v to the pool.
 
@@ -94,6 +101,9 @@ def rope_and_cache(
         k_cache,
         v_cache,
         out_cache_loc,
+        q if q_norm is None else q_norm,
+        k if k_norm is None else k_norm,
+        eps,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -106,7 +116,9 @@ def rope_and_cache(
         HALF=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_H=_ROPE_HEADS,
+        NORM=q_norm is not None,
         num_warps=4,
+        **pdl_launch(q.device),
     )
 
 
@@ -154,6 +166,7 @@ def _launch_norm(
         BLOCK_R=block_r,
         ADD=residual is not None,
         num_warps=max(1, min(16, block * block_r // 512)),
+        **pdl_launch(x.device),
     )
 
 
@@ -173,14 +186,19 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (row blocks,). ``residual``, ``out`` and ``added`` are contiguous [rows, WIDTH]."""
+    if PDL:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK)[None, :]
     cells = (rows[:, None] < num_rows) & (columns < WIDTH)
     starts = (rows // INNER).to(tl.int64) * stride_outer + (rows % INNER) * stride_inner
     dense = rows.to(tl.int64)[:, None] * WIDTH + columns
     scale = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     values = tl.load(x + starts[:, None] + columns, mask=cells, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(residual + dense, mask=cells, other=0.0).to(tl.float32)
@@ -198,8 +216,12 @@ def _silu_and_mul_kernel(
     out: tl.tensor,
     width: tl.tensor,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (rows, column blocks): only the first dimension may exceed 65535."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     cells = columns < width
@@ -218,12 +240,21 @@ def _rotate(
     cos: tl.tensor,  # [1, half] float32
     sin: tl.tensor,
     cells: tl.tensor,
+    dims: tl.tensor,  # [1, half]
+    norm: tl.tensor,  # [1, half] pointers to the weights of the first half
+    eps: tl.tensor,
+    NORM: tl.constexpr,
 ) -> tl.tensor:
-    """Both halves of the rotated heads, in the dtype of the pointers. Not stored."""
+    """Both halves of the (normed and) rotated heads, in the dtype of the pointers. Not stored."""
     first = tl.load(first_ptrs, mask=cells, other=0.0)
     second = tl.load(first_ptrs + half, mask=cells, other=0.0)
     a = first.to(tl.float32)
     b = second.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * half) + eps)[:, None]
+        a = (a * scale * tl.load(norm, mask=dims < half, other=0.0)).to(first.dtype).to(tl.float32)
+        b = b * scale * tl.load(norm + half, mask=dims < half, other=0.0)
+        b = b.to(first.dtype).to(tl.float32)
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
@@ -237,6 +268,9 @@ def _rope_and_cache_kernel(
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     out_cache_loc: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    eps: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
     k_stride_t: tl.tensor,
@@ -254,27 +288,33 @@ def _rope_and_cache_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (tokens, head blocks): query head blocks first, then those of keys and values."""
+    if PDL:
+        gdc_launch_dependents()
     block = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_HALF)[None, :]
     angle = cos_sin + tl.load(positions + token) * cos_stride + dims
     cos = tl.load(angle, mask=dims < HALF, other=0.0).to(tl.float32)
     sin = tl.load(angle + HALF, mask=dims < HALF, other=0.0).to(tl.float32)
+    slot = tl.load(out_cache_loc + token)
+    if PDL:
+        gdc_wait()
     if block < Q_BLOCKS:
         heads = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         cells = (heads < Q_HEADS) & (dims < HALF)
         ptrs = q + token * q_stride_t + heads * q_stride_h + dims
-        first, second = _rotate(ptrs, HALF, cos, sin, cells)
+        first, second = _rotate(ptrs, HALF, cos, sin, cells, dims, q_norm + dims, eps, NORM)
         tl.store(ptrs, first, mask=cells)
         tl.store(ptrs + HALF, second, mask=cells)
     else:
         heads = ((block - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         cells = (heads < KV_HEADS) & (dims < HALF)
-        slot = tl.load(out_cache_loc + token)
         ptrs = k + token * k_stride_t + heads * k_stride_h + dims
-        first, second = _rotate(ptrs, HALF, cos, sin, cells)
+        first, second = _rotate(ptrs, HALF, cos, sin, cells, dims, k_norm + dims, eps, NORM)
         tl.store(ptrs, first, mask=cells)
         tl.store(ptrs + HALF, second, mask=cells)
         k_slot = k_cache + slot * k_cache_stride_s + heads * k_cache_stride_h + dims

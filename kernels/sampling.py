@@ -34,6 +34,8 @@ def sample(
     seed: torch.Tensor,
     position: torch.Tensor,
     filtered: bool,
+    rows: torch.Tensor | None = None,
+    next_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token per row.
 
@@ -42,20 +44,21 @@ def sample(
     top-p over what top-k left, then min-p relative to the most likely token, then the draw.
 
     Args:
-        logits: float32 [n, vocab]; -inf bans a token. Not changed.
+        logits: float32, on CUDA also 16-bit, [n, vocab]; -inf bans a token. Not changed.
+            Arithmetic is in float32 whatever they are.
         temperature, top_p, min_p: float32 [n]. top_p 1 and min_p 0 mean off.
         top_k: integer [n]; 0 or less means off.
         seed: int64 [n], all 64 bits count.
-        position: int64 [n], position the drawn token will have; the counter of the stream.
+        position: integer [n], position the drawn token will have; the counter of the stream.
         filtered: False promises that no row has top-k, top-p or min-p, and skips their sort.
+        rows: int64 [n]. If given, temperature to seed are tables, and those of logits row i
+            are in table row ``rows[i]``.
+        next_tokens: int64 table; the token of logits row i is left in its row ``rows[i]``, but
+            row 0 is left 0, as many padding rows may share it. Needs ``rows``.
 
     Returns:
         int64 [n].
     """
-    if logits.device.type == "cpu":
-        from duograph.kernels.sampling_cpu import sample_on_cpu
-
-        return sample_on_cpu(logits, temperature, top_k, top_p, min_p, seed, position, filtered)
     if logits.is_cuda:
         from duograph.kernels import sampling_triton
 
@@ -68,8 +71,36 @@ def sample(
             seed=seed,
             position=position,
             filtered=filtered,
+            rows=rows,
+            next_tokens=next_tokens,
         )
         return drawn
+    options = (temperature, top_k, top_p, min_p, seed)
+    if rows is not None:
+        options = tuple(table[rows] for table in options)  # type: ignore[assignment]
+    if logits.device.type == "cpu":
+        from duograph.kernels.sampling_cpu import sample_on_cpu
+
+        tokens = sample_on_cpu(logits, *options, position.long(), filtered)
+    else:
+        tokens = _sample_by_tensor_ops(logits, *options, position.long(), filtered)
+    if next_tokens is not None:
+        assert rows is not None, "next_tokens is a table by rows"
+        next_tokens.scatter_(0, rows, tokens)
+        next_tokens[:1].zero_()
+    return tokens
+
+
+def _sample_by_tensor_ops(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    filtered: bool,
+) -> torch.Tensor:
     greedy = (temperature < GREEDY_EPSILON).unsqueeze(1)
     scaled = logits / torch.where(greedy, 1.0, temperature.unsqueeze(1))
     if filtered:

@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from duograph.kernels.pdl import pdl_launch
 
 GREEDY_EPSILON: tl.constexpr = tl.constexpr(1e-5)  # as in sampling.py, where it is explained
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -30,6 +33,8 @@ def sample(
     seed: torch.Tensor,
     position: torch.Tensor,
     filtered: bool,
+    rows: torch.Tensor | None = None,
+    next_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``sampling.sample``; the same random bits, so the same tokens up to the rounding of
     the division and the two logarithms. Logits so close that they become equal when divided by
@@ -38,22 +43,25 @@ def sample(
     Raises:
         ValueError: rows of ``logits`` [n, vocab] are not dense.
     """
-    rows, vocab = logits.shape
+    n, vocab = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("sample needs logits with a dense last dimension")
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if not n:
         return tokens
     boundary = (
-        boundaries(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        boundaries(
+            logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, rows=rows
+        )
         if filtered
         else tokens  # not read
     )
     blocks = triton.cdiv(vocab, _DRAW_BLOCK)
-    best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
-    _draw_kernel[(blocks, rows)](
+    best = torch.empty((n, blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
+    _draw_kernel[(blocks, n)](
         logits,
+        tokens if rows is None else rows,
         temperature,
         seed,
         position,
@@ -61,20 +69,26 @@ def sample(
         best,
         best_id,
         logits.stride(0),
-        rows,
+        n,
         VOCAB=vocab,
         BLOCK=_DRAW_BLOCK,
         FILTERED=filtered,
+        INDEXED=rows is not None,
         num_warps=8,
+        **pdl_launch(logits.device),
     )
-    _pick_kernel[(rows,)](
+    _pick_kernel[(n,)](
         best,
         best_id,
         tokens,
+        tokens if rows is None else rows,
+        tokens if next_tokens is None else next_tokens,
+        STORE=next_tokens is not None,
         VOCAB=vocab,
         BLOCKS=blocks,
         BLOCK_B=triton.next_power_of_2(blocks),
         num_warps=1,
+        **pdl_launch(logits.device),
     )
     return tokens
 
@@ -86,6 +100,7 @@ def boundaries(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What ``sampling.filter_logits`` would keep of logits / temperature.
 
@@ -93,19 +108,21 @@ def boundaries(
         int32 [2, n]: a key and an id per row. A token stays if its ``_ordered_key`` is larger,
         or equal and its id not larger. Greedy rows keep everything.
     """
-    rows, vocab = logits.shape
-    result = torch.empty((2, rows), dtype=torch.int32, device=logits.device)
-    _boundary_kernel[(rows,)](
+    n, vocab = logits.shape
+    result = torch.empty((2, n), dtype=torch.int32, device=logits.device)
+    _boundary_kernel[(n,)](
         logits,
+        result if rows is None else rows,
         temperature,
         top_k,
         top_p,
         min_p,
         result,
         logits.stride(0),
-        rows,
+        n,
         VOCAB=vocab,
         BLOCK=_SEARCH_BLOCK,
+        INDEXED=rows is not None,
         num_warps=32,
     )
     return result
@@ -129,7 +146,8 @@ def _row_maximum(row: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> tl
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in tl.range(0, VOCAB, BLOCK, num_stages=3):
         ids = first + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(row + ids, mask=ids < VOCAB, other=float("-inf")))
+        logits = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
+        best = tl.maximum(best, logits.to(tl.float32))
     return tl.max(best, 0)
 
 
@@ -152,7 +170,7 @@ def _sums_from(
     from_high = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, VOCAB, BLOCK, num_stages=3):
         ids = first + tl.arange(0, BLOCK)
-        logits = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
+        logits = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
         if MASS:
             weights = tl.exp2((logits - maximum) * sharpness)
         else:
@@ -228,7 +246,7 @@ def _last_kept_id(
     last = VOCAB
     for first in tl.range(0, VOCAB, BLOCK, num_stages=3):
         ids = first + tl.arange(0, BLOCK)
-        logits = tl.load(row + ids, mask=ids < VOCAB, other=float("nan"))
+        logits = tl.load(row + ids, mask=ids < VOCAB, other=float("nan")).to(tl.float32)
         equal = (_ordered_key(logits) == key).to(tl.int32)
         here = tl.sum(equal, 0)
         if (seen < room) & (seen + here >= room):
@@ -238,26 +256,43 @@ def _last_kept_id(
     return last
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _table_row(rows: tl.tensor, index: tl.tensor, INDEXED: tl.constexpr) -> tl.tensor:
+    """Where the parameters of logits row ``index`` are."""
+    place = index.to(tl.int64)
+    if INDEXED:
+        place = tl.load(rows + index)
+    return place
+
+
+# Only pointers to metadata: views of one buffer differ in alignment, and a second compiled
+# variant would stall a request.
+_METADATA_ARGS = ["rows", "temperature", "top_k", "top_p", "min_p", "seed", "position"]
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=_METADATA_ARGS)
 def _boundary_kernel(
     logits: tl.tensor,
+    rows: tl.tensor,
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
-    boundary: tl.tensor,  # int32 [2, rows]: key of the last kept token, largest id with that key
+    boundary: tl.tensor,  # int32 [2, n]: key of the last kept token, largest id with that key
     stride: tl.tensor,
-    rows: tl.tensor,
+    n: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
+    INDEXED: tl.constexpr,
 ) -> None:
-    """Grid (rows,)."""
+    """Grid (n,)."""
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
-    heat = tl.load(temperature + index)
-    k = tl.load(top_k + index).to(tl.int32)
-    p = tl.load(top_p + index)
-    floor = tl.load(min_p + index)
+    place = _table_row(rows, index, INDEXED)
+    heat = tl.load(temperature + place)
+    k = tl.load(top_k + place).to(tl.int32)
+    p = tl.load(top_p + place)
+    floor = tl.load(min_p + place)
     key = _LOWEST_KEY
     last = VOCAB
     by_count = (k > 0) & (k < VOCAB)
@@ -294,7 +329,7 @@ def _boundary_kernel(
             last = tl.where(least_key > key, VOCAB, last)
             key = tl.maximum(key, least_key)
     tl.store(boundary + index, key)
-    tl.store(boundary + rows + index, last)
+    tl.store(boundary + n + index, last)
 
 
 @triton.jit
@@ -331,59 +366,78 @@ def _gumbel(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(
-    do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperature", "seed", "position"]
+    do_not_specialize=["n"],
+    do_not_specialize_on_alignment=["rows", "temperature", "seed", "position"],
 )
 def _draw_kernel(
     logits: tl.tensor,
+    rows: tl.tensor,
     temperature: tl.tensor,
     seed: tl.tensor,
     position: tl.tensor,
     boundary: tl.tensor,
-    best: tl.tensor,  # float32 [rows, blocks]
-    best_id: tl.tensor,  # int32 [rows, blocks]
+    best: tl.tensor,  # float32 [n, blocks]
+    best_id: tl.tensor,  # int32 [n, blocks]
     stride: tl.tensor,
-    rows: tl.tensor,
+    n: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     FILTERED: tl.constexpr,
+    INDEXED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Grid (blocks, rows)."""
+    """Grid (blocks, n)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0)
     index = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row = logits + index.to(tl.int64) * stride
-    scores = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
-    heat = tl.load(temperature + index)
+    scores = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    place = _table_row(rows, index, INDEXED)
+    heat = tl.load(temperature + place)
     if heat >= GREEDY_EPSILON:
-        noise = _gumbel(tl.load(seed + index), tl.load(position + index), ids)
+        noise = _gumbel(tl.load(seed + place), tl.load(position + index).to(tl.int64), ids)
         drawn = scores * (1.0 / heat) + noise
         if FILTERED:
             keys = _ordered_key(scores)
             edge = tl.load(boundary + index)
-            last = tl.load(boundary + rows + index)
+            last = tl.load(boundary + n + index)
             kept = (keys > edge) | ((keys == edge) & (ids <= last))
             drawn = tl.where(kept, drawn, float("-inf"))
         scores = drawn
-    value, place = tl.max(scores, 0, return_indices=True)
+    value, winner = tl.max(scores, 0, return_indices=True)
     cell = index.to(tl.int64) * tl.num_programs(0) + block
     tl.store(best + cell, value)
-    tl.store(best_id + cell, block * BLOCK + place)
+    tl.store(best_id + cell, block * BLOCK + winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _pick_kernel(
     best: tl.tensor,
     best_id: tl.tensor,
     tokens: tl.tensor,
+    rows: tl.tensor,
+    next_tokens: tl.tensor,
+    STORE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Grid (rows,). Of equal scores the lowest id wins, as in torch.argmax."""
+    """Grid (n,). Of equal scores the lowest id wins, as in torch.argmax."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     index = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCK_B)
     scores = tl.load(best + index * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
     _, winner = tl.max(scores, 0, return_indices=True)
     token = tl.load(best_id + index * BLOCKS + tl.minimum(winner, BLOCKS - 1))
     # A row of NaN, such as a padding row's, must still give an id that can be embedded.
-    tl.store(tokens + index, tl.minimum(token, VOCAB - 1).to(tl.int64))
+    token = tl.minimum(token, VOCAB - 1).to(tl.int64)
+    tl.store(tokens + index, token)
+    if STORE:
+        row = tl.load(rows + index)
+        tl.store(next_tokens + row, tl.where(row == 0, 0, token))

@@ -53,7 +53,7 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step. Tensors may be pinned host memory or already on the device."""
+    """One step. Tensors are host memory, pinned if the device is to read them asynchronously."""
 
     step_id: int
     mode: ForwardMode
@@ -101,7 +101,7 @@ class ForwardOutput:
     """What a runner leaves on the device for the sampler. The tensors may be views of graph
     memory: they are good until the next replay on the same stream."""
 
-    logits: torch.Tensor  # float32 [bs, vocab], raw
+    logits: torch.Tensor  # [bs, vocab], raw; float32 or (on CUDA) the weights' dtype
     tokens: torch.Tensor | None  # int64 [bs] if plain sampling ran inside the graph
     rows: torch.Tensor  # int64 [bs], the batch's request rows on the device
     seq_lens: torch.Tensor  # int32 [bs], on the device

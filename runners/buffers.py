@@ -19,47 +19,57 @@ DUMMY_SLOT = 0
 class GraphInputBuffers:
     """One set for decode and prefill: the two never run at the same time.
 
-    Attributes:
-        req_pool_indices: int64 [max_bs]
+    What a decode step reads lies in one block, so that a step costs one copy: each of four
+    small ones held the device up for longer than it took. Attributes of decode, by request:
+        req_pool_indices, decode_positions, decode_out_cache_loc: int64 [max_bs]
         seq_lens: int32 [max_bs]
+    And of prefill, by token:
         input_ids, positions, out_cache_loc: int64 [max_tokens]
     """
 
     def __init__(self, *, max_bs: int, max_tokens: int, device: torch.device) -> None:
         self.max_bs = max_bs
-        self.max_tokens = max(max_tokens, max_bs)  # decode has one token per request
-        tokens = self.max_tokens
-        self.req_pool_indices = torch.full((max_bs,), DUMMY_ROW, dtype=torch.int64, device=device)
-        self.seq_lens = torch.full((max_bs,), DUMMY_SEQ_LEN, dtype=torch.int32, device=device)
-        self.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.out_cache_loc = torch.full((tokens,), DUMMY_SLOT, dtype=torch.int64, device=device)
-        self._fills = {
-            "req_pool_indices": DUMMY_ROW,
-            "seq_lens": DUMMY_SEQ_LEN,
-            "input_ids": 0,
-            "positions": 0,
-            "out_cache_loc": DUMMY_SLOT,
-        }
-        # How far each buffer holds something else than dummies. In steady decode no fill
-        # is launched at all.
-        self._used = dict.fromkeys(self._fills, 0)
+        self.max_tokens = max_tokens
+        self._device = device
+        self._dummies = torch.zeros(4 * max_bs, dtype=torch.int64)
+        _DecodeViews(self._dummies, max_bs).fill_with_dummies()
+        self._decode_block = self._dummies.to(device, copy=True)
+        views = _DecodeViews(self._decode_block, max_bs)
+        self.req_pool_indices = views.req_pool_indices
+        self.decode_positions = views.positions
+        self.decode_out_cache_loc = views.out_cache_loc
+        self.seq_lens = views.seq_lens
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.out_cache_loc = torch.full_like(self.positions, DUMMY_SLOT)
+        # How far each buffer of prefill holds something else than dummies, all of which are 0.
+        self._used = dict.fromkeys(("input_ids", "positions", "out_cache_loc"), 0)
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(self, name).nbytes for name in self._fills)
+        prefill = (self.input_ids, self.positions, self.out_cache_loc)
+        return self._decode_block.nbytes + sum(tensor.nbytes for tensor in prefill)
 
     def load_decode(self, batch: ForwardBatch, padded_size: int) -> None:
-        """Copies ``batch`` to the front and leaves dummies in rows up to ``padded_size``.
+        """Copies ``batch``, whose tensors are on the host, to the front; all rows behind it
+        are dummies.
 
         Raises:
             ValueError: the batch is larger than ``padded_size`` or that than the buffers.
         """
-        self._check(batch.batch_size, padded_size, self.max_bs)
-        self._load("req_pool_indices", batch.req_pool_indices)
-        self._load("seq_lens", batch.seq_lens)
-        self._load("positions", batch.positions)
-        self._load("out_cache_loc", batch.out_cache_loc)
+        size = batch.batch_size
+        self._check(size, padded_size, self.max_bs)
+        # A new block each time: the device may not have read the last one yet, and the caching
+        # host allocator hands out memory again only when the copies from it have run.
+        on_cuda = self._device.type == "cuda"
+        host = torch.empty(self._dummies.shape, dtype=torch.int64, pin_memory=on_cuda)
+        host.copy_(self._dummies)
+        views = _DecodeViews(host, self.max_bs)
+        views.req_pool_indices[:size] = batch.req_pool_indices
+        views.positions[:size] = batch.positions
+        views.out_cache_loc[:size] = batch.out_cache_loc
+        views.seq_lens[:size] = batch.seq_lens
+        self._decode_block.copy_(host, non_blocking=True)
 
     def load_extend(self, batch: ForwardBatch, padded_size: int) -> None:
         """As ``load_decode``, for the per-token inputs of a prefill step; ``padded_size`` is
@@ -73,8 +83,9 @@ class GraphInputBuffers:
 
     def reset(self) -> None:
         """Every row a dummy: the state that graphs are captured in."""
-        for name, fill in self._fills.items():
-            getattr(self, name).fill_(fill)
+        self._decode_block.copy_(self._dummies)
+        for name in self._used:
+            getattr(self, name).zero_()
             self._used[name] = 0
 
     def _load(self, name: str, values: torch.Tensor) -> None:
@@ -82,7 +93,7 @@ class GraphInputBuffers:
         size = values.shape[0]
         buffer[:size].copy_(values, non_blocking=True)
         if size < self._used[name]:
-            buffer[size : self._used[name]].fill_(self._fills[name])
+            buffer[size : self._used[name]].zero_()
         self._used[name] = size
 
     @staticmethod
@@ -91,3 +102,19 @@ class GraphInputBuffers:
             raise ValueError(
                 f"a batch of {size} cannot be padded to {padded_size} in buffers of {limit}"
             )
+
+
+class _DecodeViews:
+    """The parts of a decode block, int64 [4 * max_bs]: three of int64, one of int32."""
+
+    def __init__(self, block: torch.Tensor, max_bs: int) -> None:
+        self.req_pool_indices = block[:max_bs]
+        self.positions = block[max_bs : 2 * max_bs]
+        self.out_cache_loc = block[2 * max_bs : 3 * max_bs]
+        self.seq_lens = block[3 * max_bs :].view(torch.int32)[:max_bs]
+
+    def fill_with_dummies(self) -> None:
+        self.req_pool_indices.fill_(DUMMY_ROW)
+        self.positions.zero_()
+        self.out_cache_loc.fill_(DUMMY_SLOT)
+        self.seq_lens.fill_(DUMMY_SEQ_LEN)

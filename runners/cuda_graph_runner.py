@@ -1,8 +1,8 @@
 """Decode: one full graph per batch size, from the last tokens to the next ones.
 
 A replay embeds ``next_tokens[row]``, runs the model, computes logits, samples plainly and
-leaves the result in ``next_tokens[row]``, so one step needs nothing from the host but four
-small input tensors. Logits of all sizes lie in the same pool memory: they are good until the
+leaves the result in ``next_tokens[row]``, so one step needs nothing from the host but one small
+block of inputs. Logits of all sizes lie in the same pool memory: they are good until the
 next replay. What a request asks beyond plain sampling is the sampler's work after the replay.
 This file knows no graph mechanism (see ``graph.py``) and no request.
 """
@@ -19,7 +19,6 @@ from duograph.runners.capture import Progress, SizeStats, Wording, capture_large
 from duograph.runners.forward_context import ForwardContext, use_context
 from duograph.runners.graph import Graph, GraphBackend
 from duograph.runners.parts import RunnerParts, Transformer
-from duograph.runners.request_table import DUMMY_ROW
 from duograph.runners.sampler import Sampler
 
 WARMUPS = 2
@@ -36,7 +35,7 @@ DECODE_WORDING = Wording(
 @dataclass(slots=True)
 class _Entry:
     graph: Graph
-    logits: torch.Tensor  # float32 [size, vocab], alias of pool memory
+    logits: torch.Tensor  # [size, vocab], alias of pool memory
     tokens: torch.Tensor  # int64 [size], likewise
     context: ForwardContext
     stats: SizeStats
@@ -98,7 +97,7 @@ class CudaGraphRunner:
         parts.buffers.reset()
         context = self.context(size)
         parts.attention.prepare(context.meta)
-        forward = self._forward_for(size)
+        forward = self.forward_for(size)
         with use_context(context):
             graph, outputs = self._backend.capture(
                 lambda: self.step(size, forward), warmups=self._warmups
@@ -112,22 +111,23 @@ class CudaGraphRunner:
         """The forward context of ``size`` rows of the static buffers."""
         buffers = self._parts.buffers
         return self._parts.decode_context(
-            buffers.req_pool_indices[:size], buffers.seq_lens[:size], buffers.out_cache_loc[:size]
+            buffers.req_pool_indices[:size],
+            buffers.seq_lens[:size],
+            buffers.decode_out_cache_loc[:size],
         )
 
     def step(self, size: int, forward: Transformer) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds: one decode step over the first ``size`` rows of the buffers.
 
-        Returns float32 logits [size, vocab] and the sampled int64 tokens [size].
+        Returns logits [size, vocab] and the sampled int64 tokens [size].
         """
         buffers, table = self._parts.buffers, self._parts.table
         rows = buffers.req_pool_indices[:size]
         input_ids = table.next_tokens[rows]
-        hidden = forward(input_ids, buffers.positions[:size])
+        hidden = forward(input_ids, buffers.decode_positions[:size])
         logits = self._parts.model.compute_logits(hidden)
+        # stores the tokens, too: 0 for the dummy row, where padding rows meet
         tokens = self._sampler.sample_plain(logits, rows, buffers.seq_lens[:size])
-        table.next_tokens.scatter_(0, rows, tokens)
-        table.next_tokens[DUMMY_ROW : DUMMY_ROW + 1].zero_()  # padding rows met there
         return logits, tokens
 
     def refusal(self, batch: ForwardBatch) -> str | None:
@@ -166,9 +166,10 @@ class CudaGraphRunner:
     def stats(self) -> dict[int, SizeStats]:
         return {size: self._entries[size].stats for size in self.sizes}
 
-    def _forward_for(self, size: int) -> Transformer:
+    def forward_for(self, size: int) -> Transformer:
+        """The forward that the graph of ``size`` holds."""
         if size > self._compile_max_bs:
-            return self._parts.model.model
+            return self._parts.model.decode_forward(size)
         if self._compiled is None:
             # one compilation per size is intended here, not a guard failure
             dynamo = torch._dynamo.config

@@ -36,8 +36,9 @@ class EagerRunner:
             context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens)
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
-            hidden = parts.model.model(input_ids, positions)
-            if batch.mode is ForwardMode.EXTEND:
-                hidden = hidden[last_rows(context)]
+            if batch.mode is ForwardMode.DECODE:
+                hidden = parts.model.decode_forward(batch.batch_size)(input_ids, positions)
+            else:
+                hidden = parts.model.model(input_ids, positions)[last_rows(context)]
             logits = parts.model.compute_logits(hidden)
         return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)

@@ -35,7 +35,10 @@ class CausalLM(Protocol):
     def model(self) -> Transformer: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> float32 [n, vocab_size]."""
+        """[n, hidden_size] -> [n, vocab_size], float32 or (on CUDA) the weights' dtype."""
+
+    def decode_forward(self, rows: int) -> Transformer:
+        """The forward of a decode step of ``rows`` rows; as ``model`` up to rounding."""
 
 
 @dataclass(frozen=True, slots=True)

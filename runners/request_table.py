@@ -1,7 +1,7 @@
 """Device tables with one row per running request.
 
 A step names rows, and the device finds pages, the last token and sampling parameters there,
-so that a decode step uploads four small tensors and never the requests' state. Row 0 is the
+so that a decode step uploads one small block and never the requests' state. Row 0 is the
 dummy request that padding uses: page 0, token 0, greedy. This file knows no policy: which
 request has which row is the scheduler's business.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from duograph.runners.batch import ForwardBatch, RowInit
+from duograph.runners.sampling_params import SamplingParams
 from duograph.runners.upload import upload
 
 DUMMY_ROW = 0
@@ -23,7 +24,7 @@ class RequestTable:
         page_table: int32 [R, max_pages].
         next_tokens: int64 [R], written by the sampler of one step, read by the next.
         temperature, top_p, min_p: float32 [R].
-        top_k: int32 [R], -1 = off.
+        top_k: int64 [R], -1 = off.
         seed: int64 [R].
         presence, frequency, repetition: float32 [R], penalties.
         prompt_mask: bool [R, V], tokens of the prompt; output_counts: int32 [R, V]. Rows of
@@ -42,21 +43,20 @@ class RequestTable:
         self.num_rows = rows
         self.page_table = table(0, torch.int32, max_pages)
         self.next_tokens = table(0, torch.int64)
-        self.temperature = table(0.0, torch.float32)
-        self.top_p = table(1.0, torch.float32)
-        self.min_p = table(0.0, torch.float32)
-        self.top_k = table(-1, torch.int32)
-        self.seed = table(0, torch.int64)
-        self.presence = table(0.0, torch.float32)
-        self.frequency = table(0.0, torch.float32)
-        self.repetition = table(1.0, torch.float32)
+        # Columns of two blocks, so that a new request is two launches and not eight.
+        fresh = _float_columns([SamplingParams(temperature=0.0)] * rows)
+        self._floats = torch.tensor(fresh, dtype=torch.float32, device=device)
+        self.temperature, self.top_p, self.min_p = self._floats[:3]
+        self.presence, self.frequency, self.repetition = self._floats[3:]
+        self._ints = torch.tensor([[-1] * rows, [0] * rows], dtype=torch.int64, device=device)
+        self.top_k, self.seed = self._ints
         self.prompt_mask = table(False, torch.bool, vocab_size)
         self.output_counts = table(0, torch.int32, vocab_size)
 
     @property
     def nbytes(self) -> int:
-        tensors = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.nbytes for tensor in tensors)
+        found = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in found if tensor._base is None)
 
     def apply(self, batch: ForwardBatch) -> None:
         """Brings the tables up to date for ``batch``: first rows that were taken, then pages."""
@@ -64,25 +64,22 @@ class RequestTable:
             self._init_rows(batch.row_inits)
         if batch.page_updates is not None:
             update = batch.page_updates.to(self.device, non_blocking=True)
-            self.page_table[update[0].long(), update[1].long()] = update[2]
+            places = update[:2].long()
+            self.page_table[places[0], places[1]] = update[2]
 
     def _init_rows(self, inits: list[RowInit]) -> None:
         params = [init.sampling for init in inits]
-        rows = self._upload([init.row for init in inits], torch.int64)
-        floats = {
-            "temperature": [p.temperature for p in params],
-            "top_p": [p.top_p for p in params],
-            "min_p": [p.min_p for p in params],
-            "presence": [p.presence_penalty for p in params],
-            "frequency": [p.frequency_penalty for p in params],
-            "repetition": [p.repetition_penalty for p in params],
-        }
-        # one upload for all six columns
-        values = self._upload(list(floats.values()), torch.float32)
-        for name, column in zip(floats, values, strict=True):
-            getattr(self, name)[rows] = column
-        self.top_k[rows] = self._upload([p.top_k for p in params], torch.int32)
-        self.seed[rows] = self._upload([p.seed for p in params], torch.int64)
+        columns = [
+            [init.row for init in inits],
+            [p.top_k for p in params],
+            [p.seed for p in params],
+        ]
+        rows_and_ints = upload(columns, torch.int64, self.device)
+        rows = rows_and_ints[0]
+        self._ints.index_copy_(1, rows, rows_and_ints[1:])
+        self._floats.index_copy_(
+            1, rows, upload(_float_columns(params), torch.float32, self.device)
+        )
         for init in inits:
             if init.sampling.needs_penalty:
                 self._init_counts(init)
@@ -98,3 +95,15 @@ class RequestTable:
 
     def _upload(self, values: list[int] | list[list[float]], dtype: torch.dtype) -> torch.Tensor:
         return upload(values, dtype, self.device)
+
+
+def _float_columns(params: list[SamplingParams]) -> list[list[float]]:
+    """temperature, top_p, min_p, presence, frequency and repetition of each request."""
+    return [
+        [p.temperature for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [p.presence_penalty for p in params],
+        [p.frequency_penalty for p in params],
+        [p.repetition_penalty for p in params],
+    ]

@@ -67,11 +67,13 @@ class Sampler:
     def sample_plain(
         self, logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> torch.Tensor:
-        """Greedy or by temperature, as each row's request says; graph-safe.
+        """Greedy or by temperature, as each row's request says, and left in ``next_tokens`` for
+        the step after; graph-safe.
 
         Args:
-            logits: float32 [n, vocab]. rows: int64 [n]. seq_lens: int32 [n], the position of
-                the token to be sampled.
+            logits: float32, on CUDA also 16-bit, [n, vocab].
+            rows: int64 [n].
+            seq_lens: int32 [n], the position of the token to be sampled.
         Returns:
             int64 [n].
         """
@@ -86,8 +88,6 @@ class Sampler:
             tokens = self._sample(logits, output.rows, output.seq_lens, filtered=wishes.filtered)
         elif tokens is None:
             tokens = self.sample_plain(output.logits, output.rows, output.seq_lens)
-        if tokens is not output.tokens:  # a graph has stored its own
-            self._table.next_tokens.index_copy_(0, output.rows, tokens)
         if wishes.penalized:
             self._count(output.rows, tokens, wishes.penalized)
         return SampledStep(batch.step_id, tokens, self._logprobs(output.logits, tokens, wishes))
@@ -98,20 +98,22 @@ class Sampler:
         table = self._table
         return sampling.sample(
             logits,
-            temperature=table.temperature[rows],
-            top_k=table.top_k[rows],
-            top_p=table.top_p[rows],
-            min_p=table.min_p[rows],
-            seed=table.seed[rows],
-            position=seq_lens.long(),
+            temperature=table.temperature,
+            top_k=table.top_k,
+            top_p=table.top_p,
+            min_p=table.min_p,
+            seed=table.seed,
+            position=seq_lens,
             filtered=filtered,
+            rows=rows,
+            next_tokens=table.next_tokens,
         )
 
     def _adjusted(self, output: ForwardOutput, wishes: SamplingBatch) -> torch.Tensor:
-        """Logits with penalties and bias; the raw ones are still needed for logprobs."""
+        """Float32 logits with penalties and bias; the raw ones are still needed for logprobs."""
         if not wishes.penalized and not wishes.bias:
             return output.logits
-        logits = output.logits.clone()
+        logits = output.logits.to(torch.float32, copy=True)
         table, device = self._table, logits.device
         if wishes.penalized:
             index = upload(wishes.penalized, torch.int64, device)
@@ -145,5 +147,7 @@ class Sampler:
         wanted = list(wishes.logprobs.items())
         index = upload([i for i, _ in wanted], torch.int64, logits.device)
         k = max(k for _, k in wanted)
-        chosen, top_ids, top_logprobs = sampling.top_logprobs(logits[index], tokens[index], k)
+        chosen, top_ids, top_logprobs = sampling.top_logprobs(
+            logits[index].float(), tokens[index], k
+        )
         return LogprobTensors(wanted, chosen, top_ids, top_logprobs)

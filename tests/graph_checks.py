@@ -109,7 +109,7 @@ def _decode_eagerly(worker: ModelWorker, batch: ForwardBatch) -> list[torch.Tens
     context = runner.context(size)
     parts.attention.prepare(context.meta)
     with use_context(context):
-        logits, tokens = runner.step(size, parts.model.model)
+        logits, tokens = runner.step(size, runner.forward_for(size))
     return [logits[: batch.batch_size], tokens[: batch.batch_size]]
 
 

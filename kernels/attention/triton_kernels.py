@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _slots_of(
 def _attend_range(
     q: tl.tensor,  # [M, D]
     acc: tl.tensor,  # [M, D] float32
-    row_max: tl.tensor,  # [M] base-2 logits
+    row_max: tl.tensor,  # [M] unscaled logits
     row_sum: tl.tensor,  # [M]
     k_head: tl.tensor,
     v_head: tl.tensor,
@@ -104,13 +105,14 @@ def _attend_range(
         else:
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
-        logits = tl.dot(q, k, input_precision="ieee") * qk_scale
+        logits = tl.dot(q, k, input_precision="ieee")
         if MASKED:
             visible = live[None, :] & (keys[None, :] <= last_key[:, None])
             logits = tl.where(visible, logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, 1))
-        rescale = tl.exp2(row_max - new_max)
-        weights = tl.exp2(logits - new_max[:, None])
+        # scaled here, in one fused multiply-add, not by a multiplication of its own
+        rescale = tl.exp2((row_max - new_max) * qk_scale)
+        weights = tl.exp2(logits * qk_scale - (new_max * qk_scale)[:, None])
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
@@ -154,19 +156,24 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads, bs, splits). Heads run fastest: their rows of a slot are neighbours in
     memory. Empty splits come last, where they fill the tail of the launch."""
+    if PDL:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens + seq)
+    table_row = page_table + tl.load(req_rows + seq) * table_stride
     chunk = _chunk_of(seq_len, num_splits, min_chunk, BLOCK_N)
     start = split * chunk
+    if PDL:
+        gdc_wait()
     if start >= seq_len:
         return
     end = tl.minimum(start + chunk, seq_len)
-    table_row = page_table + tl.load(req_rows + seq) * table_stride
 
     groups = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -207,7 +214,7 @@ def decode_kernel(
         total_heads = tl.num_programs(0) * GROUP
         cell = (seq * total_heads + heads) * num_splits + split
         tl.store(partial + cell[:, None] * HEAD_DIM + dims[None, :], result, mask=cells)
-        tl.store(lse + cell, row_max + tl.log2(row_sum), mask=groups < GROUP)
+        tl.store(lse + cell, row_max * qk_scale + tl.log2(row_sum), mask=groups < GROUP)
 
 
 @triton.jit(do_not_specialize=_SPLIT_ARGS, do_not_specialize_on_alignment=["seq_lens", "lse"])
@@ -225,30 +232,42 @@ def join_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Grid (query heads, bs): joins the live splits of one head of one sequence."""
-    head = tl.program_id(0)
+    """Grid (blocks of query heads, bs): joins the live splits of each head of one sequence.
+
+    In a batch of short sequences there is nothing to join, and the launch costs by programs."""
+    if PDL:
+        gdc_launch_dependents()
     seq = tl.program_id(1)
     seq_len = tl.load(seq_lens + seq)
+    if PDL:
+        gdc_wait()
     chunk = _chunk_of(seq_len, num_splits, min_chunk, BLOCK_N)
     if chunk >= seq_len:
         return
+    heads = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     splits = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
-    live = splits < tl.cdiv(seq_len, chunk)
-    cell = (seq * NUM_Q_HEADS + head) * num_splits + splits
-    logs = tl.load(lse + cell, mask=live, other=float("-inf"))
-    weights = tl.exp2(logs - tl.max(logs, 0))
-    weights = weights / tl.sum(weights, 0)
     # Splits that were not run hold leftovers of another step: they are masked, not weighed.
+    live = (splits < tl.cdiv(seq_len, chunk))[None, :] & (heads < NUM_Q_HEADS)[:, None]
+    cells = (seq * NUM_Q_HEADS + heads)[:, None] * num_splits + splits[None, :]
+    logs = tl.load(lse + cells, mask=live, other=float("-inf"))
+    weights = tl.where(live, tl.exp2(logs - tl.max(logs, 1)[:, None]), 0.0)
+    weights = weights / tl.maximum(tl.sum(weights, 1), 1e-30)[:, None]
     tiles = tl.load(
-        partial + cell[:, None] * HEAD_DIM + dims[None, :],
-        mask=live[:, None] & (dims[None, :] < HEAD_DIM),
+        partial + cells[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :],
         other=0.0,
     )
-    joined = tl.sum(tiles * weights[:, None], 0)
-    out_ptrs = out + seq.to(tl.int64) * out_stride_t + head * out_stride_h + dims
-    tl.store(out_ptrs, joined.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    joined = tl.sum(tiles * weights[:, :, None], 1)
+    out_ptrs = out + seq.to(tl.int64) * out_stride_t + heads[:, None] * out_stride_h
+    tl.store(
+        out_ptrs + dims[None, :],
+        joined.to(out.dtype.element_ty),
+        mask=(heads < NUM_Q_HEADS)[:, None] & (dims < HEAD_DIM)[None, :],
+    )
 
 
 @triton.jit(

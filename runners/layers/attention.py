@@ -22,10 +22,18 @@ from duograph.runners.model_config import ModelConfig
 
 @register_custom_op("rope_and_cache", mutates=("q", "k"))
 def rope_and_cache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer_id: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    layer_id: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place and writes k and
-    v to the layer's pool at the context's ``out_cache_loc``. positions: int64 [T]."""
+    """Norms (given weights [head_dim]) and rotates q [T, heads, head_dim] and k [T, kv_heads,
+    head_dim] in place and writes k and v to the layer's pool at the context's
+    ``out_cache_loc``. positions: int64 [T]."""
     context = forward_context.current()
     fused.rope_and_cache(
         q,
@@ -36,6 +44,9 @@ def rope_and_cache(
         context.kv_pool.k[layer_id],
         context.kv_pool.v[layer_id],
         context.meta.out_cache_loc,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
     )
 
 
@@ -93,6 +104,7 @@ class Attention(nn.Module):
             device=device,
             tp=tp,
         )
+        self.eps = config.rms_eps
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
@@ -101,14 +113,20 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size], positions int64 [T]; returns [T, hidden_size]."""
+        attended = self.attend(self.qkv_proj(hidden), positions)
+        projected: torch.Tensor = self.o_proj(attended)
+        return projected
+
+    def attend(self, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What lies between the two projections: qkv [T, (heads + 2 kv_heads) * head_dim] to
+        [T, heads * head_dim]."""
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv_proj(hidden).view(-1, heads + 2 * kv_heads, head_dim)
-        q, k, v = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rope_and_cache(q, k, v, positions, self.layer_id)
+        by_head = qkv.view(-1, heads + 2 * kv_heads, head_dim)
+        q, k, v = torch.split_with_sizes(by_head, (heads, kv_heads, kv_heads), dim=1)
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        rope_and_cache(q, k, v, positions, self.layer_id, q_norm, k_norm, self.eps)
         # Allocated here, in the piece before the split op, so that its address is stable.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         attention(q, k, v, out, self.layer_id)
-        projected: torch.Tensor = self.o_proj(out.view(-1, heads * head_dim))
-        return projected
+        return out.view(-1, heads * head_dim)

@@ -77,3 +77,12 @@ class DecoderBlock(nn.Module):
         hidden = self.self_attn(hidden, positions)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
+
+    def forward_row(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The same for one row on CUDA, norms, gate and additions inside the projections. Takes
+        and returns the residual stream itself, [1, hidden_size]."""
+        qkv = self.self_attn.qkv_proj.fused(hidden, norm=self.input_layernorm)
+        attended = self.self_attn.attend(qkv, positions)
+        hidden = self.self_attn.o_proj.fused(attended, residual=hidden)
+        gated = self.mlp.gate_up_proj.fused(hidden, norm=self.post_attention_layernorm, gated=True)
+        return self.mlp.down_proj.fused(gated, residual=hidden)

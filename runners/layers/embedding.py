@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from duograph.kernels import fused_linear
 from duograph.kernels import packed_linear as packed_kernel
 from duograph.runners.layers.weights import SINGLE, TPGroup, WeightSlot
 
@@ -51,7 +52,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states to float32 logits."""
+    """Hidden states to logits: float32 on CPU, on CUDA what the GEMM rounds to. Copies of a whole
+    vocabulary cost more there than the sampler's conversions while it reads."""
 
     def __init__(
         self,
@@ -89,10 +91,13 @@ class LMHead(nn.Module):
         self.weight = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] to float32 [n, vocab_size]."""
+        """[n, hidden_size] to [n, vocab_size]."""
         if self.weight is None:
             return packed_kernel.packed_linear(hidden, self.handle, self.vocab_size)
-        return F.linear(hidden, self.weight).float()
+        if hidden.shape[0] <= fused_linear.BEST_ROWS and fused_linear.is_available(self.weight):
+            return fused_linear.fused_linear(hidden, self.weight)
+        logits = F.linear(hidden, self.weight)
+        return logits if logits.is_cuda else logits.float()
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         if not self.is_tied:

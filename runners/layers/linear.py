@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from duograph.kernels import fused_linear
 from duograph.kernels import packed_linear as packed_kernel
+from duograph.runners.layers.norm import RMSNorm
 from duograph.runners.layers.weights import SINGLE, TPGroup, WeightSlot
 
 
@@ -64,6 +66,26 @@ class LinearBase(nn.Module):
             return packed_kernel.packed_linear(x, self.handle, self.out_features)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[silu_and_mul](self([norm](x))) [+ residual]`` in one kernel, for one row on CUDA;
+        see ``kernels/fused_linear.py``. The layer has no bias and is not packed."""
+        assert self.weight is not None and self.bias is None
+        return fused_linear.fused_linear(
+            x,
+            self.weight,
+            norm_weight=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            gated=gated,
+            residual=residual,
+        )
 
     def _slots(
         self, name: str, first_row: int, rows: int, shard_dim: int | None, tp: TPGroup

@@ -7,18 +7,23 @@ a batch is laid out in memory is not known here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import torch
 from torch import nn
 
-from duograph.kernels import packed_linear
+from duograph.kernels import fused_linear, packed_linear
 from duograph.runners.layers.block import DecoderBlock
 from duograph.runners.layers.embedding import LMHead, VocabParallelEmbedding
 from duograph.runners.layers.norm import RMSNorm
 from duograph.runners.layers.rotary import cos_sin_cache
 from duograph.runners.layers.weights import SINGLE, Packable, TPGroup
 from duograph.runners.model_config import ModelConfig
+
+Transformer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""int64 ids [T] and positions [T] to hidden states [T, hidden_size]."""
 
 
 class LlamaModel(nn.Module):
@@ -52,6 +57,14 @@ class LlamaModel(nn.Module):
         hidden, _ = self.norm.add(hidden, residual)
         return hidden
 
+    def forward_row(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As ``forward``, for one token: a decode step at batch 1 is a stream of weights."""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = cast(DecoderBlock, layer).forward_row(hidden, positions)
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
 
 class CausalLM(nn.Module):
     """A model and its head.
@@ -80,11 +93,23 @@ class CausalLM(nn.Module):
             device=device,
             tp=tp,
         )
+        self._fused_rows = fused_linear.BEST_ROWS if self._can_fuse(tp) else 0
+
+    def _can_fuse(self, tp: TPGroup) -> bool:
+        config = self.config
+        has_bias = config.qkv_bias or config.o_bias or config.mlp_bias
+        weight = self.model.embed_tokens.weight
+        return tp.size == 1 and not has_bias and fused_linear.is_available(weight)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] to float32 [n, vocab_size]."""
+        """[n, hidden_size] to [n, vocab_size], float32 or (on CUDA) the weights' dtype."""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
+
+    def decode_forward(self, rows: int) -> Transformer:
+        """What runs a decode step of ``rows`` rows fastest; graphs and the eager runner alike
+        ask here, so that they stay equal bit for bit."""
+        return self.model.forward_row if rows <= self._fused_rows else self.model
 
     def weight_bytes(self) -> int:
         """Bytes of all weights on the device, packed ones included."""

@@ -92,8 +92,8 @@ def gemv_step(
     for w in layers:
         qkv = call(x, w.qkv, norm_weight=norm, eps=EPS)
         x = call(qkv[:, : w.o.shape[1]].contiguous(), w.o, residual=x)
-        gate_up = call(x, w.gate_up, norm_weight=norm, eps=EPS)
-        x = call(gate_up, w.down, silu=True, residual=x)
+        gated = call(x, w.gate_up, norm_weight=norm, eps=EPS, gated=True)
+        x = call(gated, w.down, residual=x)
     return call(x, head, norm_weight=norm, eps=EPS)
 
 

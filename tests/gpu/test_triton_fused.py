@@ -58,7 +58,10 @@ def test_silu_and_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (9, 3, 64), (5, 5, 80)])
 @pytest.mark.parametrize("tokens", [1, 130])
-def test_rope_and_cache(dtype: torch.dtype, heads: tuple[int, int, int], tokens: int) -> None:
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_and_cache(
+    dtype: torch.dtype, heads: tuple[int, int, int], tokens: int, norm: bool
+) -> None:
     q_heads, kv_heads, dim = heads
     total = q_heads + 2 * kv_heads
     qkv = torch.randn(tokens, total, dim).to(dtype)
@@ -66,8 +69,10 @@ def test_rope_and_cache(dtype: torch.dtype, heads: tuple[int, int, int], tokens:
     slots = torch.randperm(tokens + 40)[:tokens]
     angles = torch.rand(5000, dim // 2) * 6.3
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    weights = torch.rand(2, dim).to(dtype)
     results = []
     for device in ("cuda", "cpu"):
+        q_norm, k_norm = weights.to(device) if norm else (None, None)
         rows = qkv.to(device, copy=True)
         q, k, v = rows.split([q_heads, kv_heads, kv_heads], 1)
         pool = torch.full((2, tokens + 40, kv_heads, dim), 7.0, dtype=dtype, device=device)
@@ -80,6 +85,9 @@ def test_rope_and_cache(dtype: torch.dtype, heads: tuple[int, int, int], tokens:
             pool[0],
             pool[1],
             slots.to(device),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=1e-6,
         )
         results.append((rows, pool))
     close(results[0][0], results[1][0])

@@ -36,7 +36,7 @@ def test_fused_gemv_chain(rows: int, shape: tuple[int, int], pdl: bool) -> None:
     gate_up = fused.rms_norm(wide[0], wide[3], 1e-5) @ wide[1].T
     wanted = fused.silu_and_mul(gate_up) @ wide[2].T + wide[0]
     for _ in range(3):
-        mine = fused_gemv(half[0], half[1], norm_weight=half[3], eps=1e-5, pdl=pdl)
-        mine = fused_gemv(mine, half[2], silu=True, residual=half[0], pdl=pdl)
+        mine = fused_gemv(half[0], half[1], norm_weight=half[3], eps=1e-5, gated=True, pdl=pdl)
+        mine = fused_gemv(mine, half[2], residual=half[0], pdl=pdl)
         error = (mine.float() - wanted).norm() / wanted.norm()
         assert error < 1e-2

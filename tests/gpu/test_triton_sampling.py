@@ -87,6 +87,27 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
         assert alone.item() == together[i].item()
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_parameters_in_a_table_and_tokens_left_in_another(filtered: bool) -> None:
+    logits = make_logits(len(OPTIONS), rounded=True).cuda()
+    options = make_options("cuda")
+    wanted = sampling.sample(logits, **options, filtered=filtered)
+    order = torch.randperm(len(OPTIONS), device="cuda")
+    position = options.pop("position").to(torch.int32)
+    next_tokens = torch.full((len(OPTIONS),), -1, device="cuda")
+    drawn = sampling.sample(
+        logits[order].bfloat16(),
+        **options,
+        position=position[order],
+        filtered=filtered,
+        rows=order,
+        next_tokens=next_tokens,
+    )
+    assert torch.equal(drawn, wanted[order])
+    wanted[0] = 0  # the row that padding shares
+    assert torch.equal(next_tokens, wanted)
+
+
 def test_plain_rows_draw_the_same_with_and_without_the_filter_pass() -> None:
     logits = make_logits(len(OPTIONS), rounded=False).cuda()
     options = make_options("cuda")

@@ -55,6 +55,22 @@ def test_rope_and_cache_rotates_and_writes(merged: bool, dtype: torch.dtype) -> 
     assert (k_cache[others] == -5.0).all() and (v_cache[others] == -5.0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_and_cache_norms_each_head_first(dtype: torch.dtype) -> None:
+    positions, slots = torch.tensor([3, 0]), torch.tensor([1, 2])
+    cos_sin = torch.rand(9, 8)
+    q_norm, k_norm = torch.rand(2, 8).to(dtype)
+    qkv = torch.randn(2, 5, 8).to(dtype)
+    q, k, v = qkv.clone().split((3, 1, 1), dim=1)
+    normed = (fused.rms_norm(q, q_norm, 1e-6), fused.rms_norm(k, k_norm, 1e-6))
+    pools = torch.zeros(2, 2, 4, 1, 8, dtype=dtype)
+    fused.rope_and_cache(*normed, v, positions, cos_sin, *pools[0], slots)
+    weights = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+    fused.rope_and_cache(q, k, v, positions, cos_sin, *pools[1], slots, **weights)
+    torch.testing.assert_close((q, k), normed)
+    torch.testing.assert_close(pools[1], pools[0])
+
+
 def test_kv_write_converts_to_the_pools_type_and_touches_no_other_slot() -> None:
     k, v = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     k_cache, v_cache = torch.zeros(2, 6, 2, 4, dtype=torch.bfloat16)

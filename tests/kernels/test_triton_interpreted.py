@@ -186,17 +186,20 @@ def test_silu_and_mul_matches_its_twin(width: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 80), (16, 1, 16)])
-def test_rope_and_cache_matches_its_twin(heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_and_cache_matches_its_twin(heads: tuple[int, int, int], norm: bool) -> None:
     q_heads, kv_heads, dim = heads
     qkv = torch.randn(6, (q_heads + 2 * kv_heads) * dim)
     positions, slots = torch.tensor([0, 1, 5, 90, 7, 0]), torch.tensor([4, 9, 2, 7, 11, 0])
     cos_sin = torch.randn(100, dim)
+    q_norm, k_norm = torch.randn(2, dim) if norm else (None, None)
+    weights = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-5}
     results = []
     for module in (fused_triton, fused):
         rows = qkv.clone().unflatten(1, (q_heads + 2 * kv_heads, dim))
         q, k, v = rows.split([q_heads, kv_heads, kv_heads], 1)
         pool = torch.full((2, 12, kv_heads, dim), 7.0)
-        module.rope_and_cache(q, k, v, positions, cos_sin, pool[0], pool[1], slots)
+        module.rope_and_cache(q, k, v, positions, cos_sin, pool[0], pool[1], slots, **weights)
         results.append((rows, pool))
     torch.testing.assert_close(results[0], results[1])
 
@@ -279,28 +282,28 @@ def test_tiny_top_p_and_one_token_top_k_leave_the_most_likely() -> None:
 def test_fused_gemv_matches_the_chain(rows: int, shape: tuple[int, int]) -> None:
     n, k = shape
     weight, norm_weight = torch.randn(n, k) / k**0.5, torch.randn(k)
-    x, gate_up, residual = torch.randn(rows, k), torch.randn(rows, 2 * k), torch.randn(rows, n)
+    x, residual = torch.randn(rows, k), torch.randn(rows, n)
+    up = torch.randn(2 * n, k) / k**0.5
     close = partial(torch.testing.assert_close, atol=2e-5, rtol=2e-5)
     close(fused_gemv(x, weight), x @ weight.T)
     close(
         fused_gemv(x, weight, norm_weight=norm_weight, eps=1e-5),
         fused.rms_norm(x, norm_weight, 1e-5) @ weight.T,
     )
+    close(fused_gemv(x, weight, residual=residual), x @ weight.T + residual)
     close(
-        fused_gemv(gate_up, weight, silu=True, residual=residual),
-        fused.silu_and_mul(gate_up) @ weight.T + residual,
+        fused_gemv(x, up, norm_weight=norm_weight, eps=1e-5, gated=True, residual=residual),
+        fused.silu_and_mul(fused.rms_norm(x, norm_weight, 1e-5) @ up.T) + residual,
     )
 
 
 def test_fused_gemv_names_what_does_not_fit() -> None:
     x, weight = torch.randn(1, 32), torch.randn(8, 32)
-    with pytest.raises(ValueError, match="not both"):
-        fused_gemv(x, weight, norm_weight=x[0], silu=True)
     with pytest.raises(ValueError, match="1 to 4 rows"):
         fused_gemv(torch.randn(5, 32), weight)
     with pytest.raises(ValueError, match="residual must be"):
         fused_gemv(x, weight, residual=torch.randn(1, 9))
     with pytest.raises(ValueError, match="does not fit"):
-        fused_gemv(x, weight, silu=True)
+        fused_gemv(x, torch.randn(7, 32), gated=True)
     with pytest.raises(ValueError, match="one dtype"):
         fused_gemv(x.half(), weight)

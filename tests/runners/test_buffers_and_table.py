@@ -50,19 +50,20 @@ def test_rows_behind_the_batch_are_dummies_whatever_was_there_before(
         padding = 8 - size
         assert buffers.req_pool_indices.tolist() == [*range(1, size + 1), *[0] * padding]
         assert buffers.seq_lens.tolist() == [*range(11, size + 11), *[1] * padding]
-        assert buffers.positions.tolist() == [*range(10, size + 10), *[0] * (padding + 8)]
-        assert buffers.out_cache_loc.tolist() == [*range(100, size + 100), *[0] * (padding + 8)]
+        assert buffers.decode_positions.tolist() == [*range(10, size + 10), *[0] * padding]
+        assert buffers.decode_out_cache_loc.tolist() == [*range(100, size + 100), *[0] * padding]
 
 
-def test_decode_after_prefill_finds_no_prompt_tokens_in_its_padding(
+def test_tokens_behind_the_prompt_are_dummies_whatever_was_there_before(
     buffers: GraphInputBuffers,
 ) -> None:
-    prompt = decode_batch(14, mode=ForwardMode.EXTEND, input_ids=torch.arange(50, 64))
-    buffers.load_extend(prompt, 16)
-    assert buffers.input_ids.tolist() == [*range(50, 64), 0, 0]
-    buffers.load_decode(decode_batch(2), 4)
-    assert buffers.positions.tolist() == [10, 11, *[0] * 14]
-    assert buffers.out_cache_loc.tolist() == [100, 101, *[0] * 14]
+    for size in (14, 3, 8):
+        ids = torch.arange(50, 50 + size)
+        buffers.load_extend(decode_batch(size, mode=ForwardMode.EXTEND, input_ids=ids), 16)
+        padding = [0] * (16 - size)
+        assert buffers.input_ids.tolist() == [*ids.tolist(), *padding]
+        assert buffers.positions.tolist() == [*range(10, size + 10), *padding]
+        assert buffers.out_cache_loc.tolist() == [*range(100, size + 100), *padding]
 
 
 def test_addresses_never_change(buffers: GraphInputBuffers) -> None:
