@@ -144,5 +144,11 @@ class RunnerConfig:
     chunked_prefill_size: int | None = option(
         None, "most prompt tokens of one prefill step", group=MEMORY_GROUP, minimum=1
     )
-    page_size: int = option(16, "tokens of one KV page", group=MEMORY_GROUP, minimum=1, maximum=256)
+    page_size: int | None = option(
+        None,
+        "tokens of one KV page; 64 on CUDA and 16 on CPU if left out",
+        group=MEMORY_GROUP,
+        minimum=1,
+        maximum=256,
+    )
     graph: GraphConfig = field(default_factory=GraphConfig)

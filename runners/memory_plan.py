@@ -67,7 +67,7 @@ def plan_pages(
         MemoryPlanError: not even one request of one page fits.
     """
     if config.max_total_tokens is not None:
-        return -(-config.max_total_tokens // config.page_size) + 1
+        return -(-config.max_total_tokens // layout.page_size) + 1
     assert config.max_running_requests is not None and config.context_length is not None
     free = available_bytes(device)
     if config.mem_fraction_static is not None:
@@ -79,7 +79,7 @@ def plan_pages(
     else:
         budget = min(int(free * CPU_SHARE), CPU_LIMIT)
     # more than every request at full length can never be used
-    useful = config.max_running_requests * -(-config.context_length // config.page_size)
+    useful = config.max_running_requests * -(-config.context_length // layout.page_size)
     pages = min(budget // layout.bytes_per_page, useful)
     if pages < 1:
         raise MemoryPlanError(

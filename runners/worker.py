@@ -73,7 +73,7 @@ class ModelWorker:
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
             head_dim=model_config.head_dim,
-            page_size=self.config.page_size,
+            page_size=_known(self.config.page_size),
             dtype=model.activation_dtype,
         )
         self._attention = create_backend(
@@ -88,7 +88,7 @@ class ModelWorker:
         context = _known(self.config.context_length)
         self._table = RequestTable(
             max_running_requests=running,
-            max_pages=-(-context // self.config.page_size),
+            max_pages=-(-context // _known(self.config.page_size)),
             vocab_size=model_config.vocab_size,
             device=device,
         )
@@ -113,11 +113,11 @@ class ModelWorker:
         assert self._num_pages, "plan_memory() comes first"
         return WorkerLimits(
             num_pages=self._num_pages,
-            page_size=self.config.page_size,
+            page_size=_known(self.config.page_size),
             max_running_requests=_known(self.config.max_running_requests),
             context_length=_known(self.config.context_length),
             chunked_prefill_size=_known(self.config.chunked_prefill_size),
-            max_total_num_tokens=(self._num_pages - 1) * self.config.page_size,
+            max_total_num_tokens=(self._num_pages - 1) * _known(self.config.page_size),
         )
 
     def plan_memory(self) -> None:

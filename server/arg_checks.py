@@ -61,10 +61,11 @@ def _check_graph_sizes(runner: RunnerConfig, origins: Mapping[str, str]) -> None
 
 
 def _check_memory(runner: RunnerConfig) -> None:
-    if runner.max_total_tokens is not None and runner.max_total_tokens < runner.page_size:
+    page_size = runner.page_size or 16  # the smaller of the sizes that the engine chooses
+    if runner.max_total_tokens is not None and runner.max_total_tokens < page_size:
         raise UsageError(
             f"--max-total-tokens {runner.max_total_tokens} is less than one page "
-            f"(--page-size {runner.page_size})"
+            f"(--page-size {page_size})"
         )
 
 
