@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from duograph.runners.config import GraphConfig
+from duograph.runners.forward_context import use_context
 from duograph.runners.graph import CaptureError, CudaGraphBackend
 from duograph.runners.piecewise import TorchCompileCutter
 from duograph.runners.worker import ModelWorker
@@ -23,9 +24,11 @@ from duograph.tests.graph_checks import (
     on_stream,
     prefill_runner,
     replay_and_eager,
+    restore,
     results_with_dummy_slot,
     runners_of,
     same,
+    snapshot,
 )
 from duograph.tests.worker_driver import PARAMS, WorkerDriver, generate, make_worker
 
@@ -146,6 +149,24 @@ def test_overlapped_steps_do_not_overtake_each_other(worker: ModelWorker) -> Non
     expected = generate(worker, list(range(1, 7)), 40)
     for _ in range(5):
         assert generate(worker, list(range(1, 7)), 40, overlap=True) == expected
+
+
+def test_a_one_row_decode_step_is_close_to_the_plain_forward(worker: ModelWorker) -> None:
+    driver = WorkerDriver(worker)
+    driver.start({1: 150})
+    runner, parts = decode_runner(worker), runners_of(worker).parts
+    batch = driver.decode([1])
+    assert parts.model.decode_forward(1) != parts.model.model
+    with torch.no_grad(), on_stream(worker):
+        parts.table.apply(batch)
+        before = snapshot(parts)
+        parts.buffers.load_decode(batch, 1)
+        results = []
+        for forward in (parts.model.decode_forward(1), parts.model.model):
+            with use_context(runner.context(1)):
+                results.append(runner.step(1, forward)[0].clone())
+            restore(parts, before)
+    torch.testing.assert_close(*results, atol=0.06, rtol=0.05)
 
 
 def test_inductor_pieces_are_close_to_eager_and_repeatable() -> None:
