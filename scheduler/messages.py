@@ -141,4 +141,10 @@ class ProcessFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-ToSupervisor = EngineStatus | Heartbeat | ProcessFailed
+class FrontendBeat(msgspec.Struct, frozen=True, tag="frontend"):
+    """Every second from a frontend's event loop, and it stops when that is stuck."""
+
+    index: int
+
+
+ToSupervisor = EngineStatus | Heartbeat | FrontendBeat | ProcessFailed

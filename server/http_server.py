@@ -17,9 +17,16 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+import zmq
 
 from duograph.runners.model_config import GenerationDefaults
-from duograph.scheduler.channel import frontend_address, scheduler_address
+from duograph.scheduler.channel import (
+    Sender,
+    frontend_address,
+    scheduler_address,
+    supervisor_address,
+)
+from duograph.scheduler.messages import FrontendBeat
 from duograph.server import errors
 from duograph.server.app import create_app
 from duograph.server.chat import ChatTemplate
@@ -34,6 +41,7 @@ from duograph.server.translate import SamplingDefaults, Translator
 
 KEEP_ALIVE_S = 30
 BACKLOG = 2048
+BEAT_S = 1.0
 CLOSE_TIMEOUT_S = 2  # for connections, once no generation runs any more
 
 
@@ -69,6 +77,18 @@ def create_serving(config: FrontendConfig) -> Serving:
     )
     translator = Translator(tokenizer, template, defaults, config.http.max_n)
     return Serving(config, tokenizer, translator, engine, FrontendMetrics())
+
+
+async def _beat(config: FrontendConfig) -> None:
+    """Tells the supervisor that this event loop turns, until it is cancelled."""
+    with zmq.Context() as context:
+        sender = Sender(context, supervisor_address(config.run_dir))
+        try:
+            while True:
+                sender.send(FrontendBeat(config.index))  # a full pipe holds beats enough
+                await asyncio.sleep(BEAT_S)
+        finally:
+            sender.close()
 
 
 async def _serve(config: FrontendConfig, listener: socket.socket) -> None:
@@ -110,8 +130,10 @@ async def _serve(config: FrontendConfig, listener: socket.socket) -> None:
     # what start-up has made stays for ever: the collector need not look at it again
     gc.collect()
     gc.freeze()
+    beats = asyncio.create_task(_beat(config))
     try:
         await server.serve(sockets=[listener])
     finally:
+        beats.cancel()
         serving.engine.close()
         serving.tokenizer.close()

@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 
 from duograph.scheduler.channel import Receiver
 from duograph.scheduler.exit_codes import ExitCode
-from duograph.scheduler.messages import EngineStatus, Heartbeat, ProcessFailed, ToSupervisor
+from duograph.scheduler.messages import (
+    EngineStatus,
+    FrontendBeat,
+    Heartbeat,
+    ProcessFailed,
+    ToSupervisor,
+)
 from duograph.server.child import Child
 from duograph.server.signals import END_SIGNALS, SignalQueue
 from duograph.server.startup import StartupReport
@@ -25,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 HARD_STOP_S = 5.0  # beyond --shutdown-timeout, then children are killed
 END_GRACE_S = 2.0  # for children to leave by themselves once the tree is ending
+FRONTEND_START_S = 60.0  # from a ready engine to the first beat of a frontend, at most
 LAST_WORDS_S = 0.5  # a child's last message may come after its death
 POLL_S = 0.5  # for the clock; signals, deaths and messages wake the loop at once
 
@@ -53,7 +60,7 @@ class Supervisor:
     ) -> None:
         """``first_request`` sends one generation and returns None, or what went wrong; it runs
         in a thread. ``shutdown_timeout`` and ``silence_timeout``, the longest time between two
-        heartbeats of a ready engine, are in seconds."""
+        heartbeats of a ready engine or of a frontend, are in seconds."""
         self._scheduler = scheduler
         self._frontends = list(frontends)
         self._messages = messages
@@ -63,6 +70,8 @@ class Supervisor:
         self._shutdown_timeout = shutdown_timeout
         self._silence_timeout = silence_timeout
         self._last_heartbeat: float | None = None
+        self._first_heartbeat: float | None = None
+        self._last_beats: dict[int, float] = {}  # by index of the frontend
         self._state = State.STARTING
         self._started_at = time.monotonic()
         self._drain_deadline = 0.0
@@ -82,6 +91,7 @@ class Supervisor:
                 self._take_warm_up()
                 self._take_deaths()
                 self._check_heartbeat()
+                self._check_frontends()
             return self._exit
         finally:
             self._report.close()
@@ -93,6 +103,8 @@ class Supervisor:
                 self._last_words = self._last_words or message
             elif isinstance(message, Heartbeat):
                 self._last_heartbeat = time.monotonic()
+            elif isinstance(message, FrontendBeat):
+                self._last_beats[message.index] = time.monotonic()
             elif isinstance(message, EngineStatus):
                 self._report.show(message)
                 if message.phase == "ready" and self._state is State.STARTING:
@@ -180,6 +192,26 @@ class Supervisor:
                 _log.error("the scheduler process has been silent for %.0f s", silence)
                 self._exit = ExitCode.SCHEDULER_DIED
                 self._scheduler.send(signal.SIGKILL)
+
+    def _check_frontends(self) -> None:
+        """One that is stopped or stuck still holds its clients, and connections wait for it."""
+        if self._exit is not None:
+            return
+        now = time.monotonic()
+        for index, frontend in enumerate(self._frontends):
+            last = self._last_beats.get(index)
+            if last is None and self._last_heartbeat is None:
+                continue  # nobody is served yet
+            if last is None:
+                self._first_heartbeat = self._first_heartbeat or now
+                silence, limit = now - self._first_heartbeat, FRONTEND_START_S
+            else:
+                silence, limit = now - last, self._silence_timeout
+            if silence > limit and frontend.exit_code() is None:
+                _log.error("the %s process has been silent for %.0f s", frontend.role, silence)
+                self._exit = ExitCode.FRONTEND_DIED
+                frontend.send(signal.SIGKILL)
+                return
 
     def _child_died(self, child: Child, code: ExitCode) -> None:
         if self._last_words is None and self._messages.wait(LAST_WORDS_S):

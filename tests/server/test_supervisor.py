@@ -241,6 +241,50 @@ def test_an_engine_that_stops_beating_is_killed(tree: Tree, log: pytest.LogCaptu
     assert "the scheduler process has been silent" in log.text
 
 
+def beating_frontend(address: str, beats: int) -> str:
+    """Sends ``beats`` beats, a tenth of a second apart, and is stuck afterwards."""
+    return f"""
+import signal, time, zmq
+from duograph.scheduler.channel import Sender
+from duograph.scheduler.messages import FrontendBeat
+signal.signal(signal.SIGTERM, lambda *_: exit(0))
+context = zmq.Context()
+sender = Sender(context, {address!r})
+for _ in range({beats}):
+    sender.send(FrontendBeat(0))
+    time.sleep(0.1)
+time.sleep(60)
+"""
+
+
+def test_a_frontend_that_stops_beating_ends_the_tree(
+    tree: Tree, log: pytest.LogCaptureFixture
+) -> None:
+    code = tree.run(frontend=beating_frontend(tree.address, 3), silence_timeout=1.0)
+    assert code == ExitCode.FRONTEND_DIED
+    assert "the frontend 0 process has been silent for 1 s" in log.text
+
+
+def test_a_frontend_that_beats_is_left_alone(tree: Tree, log: pytest.LogCaptureFixture) -> None:
+    def end_after_two_limits() -> None:
+        time.sleep(2.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = when_ready(log, end_after_two_limits)
+    code = tree.run(frontend=beating_frontend(tree.address, 600), silence_timeout=1.0)
+    thread.join()
+    assert code == ExitCode.OK
+
+
+def test_a_frontend_that_never_beats_once_the_engine_serves_ends_the_tree(
+    tree: Tree, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "FRONTEND_START_S", 1.0)
+    beat = "sender.send(Heartbeat(1, 0, 0))\ntime.sleep(60)"
+    assert tree.run(engine=engine_script(tree.address, READY, beat)) == ExitCode.FRONTEND_DIED
+    assert "the frontend 0 process has been silent" in log.text
+
+
 def test_a_death_tells_the_frontends_not_to_wait(tree: Tree, log: pytest.LogCaptureFixture) -> None:
     told = "import signal, time\nsignal.signal(signal.SIGQUIT, lambda *_: exit(9))\ntime.sleep(60)"
     thread = when_ready(log, lambda: tree.children[0].process.kill())
