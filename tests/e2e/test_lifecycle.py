@@ -151,11 +151,15 @@ def test_a_second_interrupt_forces_the_end(arguments: list[str], tmp_path: Path)
         server.assert_nothing_left()
 
 
-def test_a_stopped_engine_is_noticed(arguments: list[str], tmp_path: Path) -> None:
-    with ServerProcess([*arguments, "--watchdog-timeout", "1"], tmp_path) as server:
+@pytest.mark.parametrize(("child", "code"), [("scheduler", 6), ("frontend 1", 7)])
+def test_a_stopped_child_is_noticed(
+    arguments: list[str], tmp_path: Path, child: str, code: int
+) -> None:
+    flags = ("--watchdog-timeout", "1", "--frontend-workers", "2")
+    with ServerProcess([*arguments, *flags], tmp_path) as server:
         server.wait_ready()
-        server.member("scheduler").suspend()
-        assert server.wait(10) == 6
+        server.member(child).suspend()
+        assert server.wait(10) == code
         server.assert_nothing_left()
         assert "silent" in server.log()
 
