@@ -8,8 +8,9 @@ from duograph.scheduler.messages import Phase
 
 _OUT_OF_MEMORY_ADVICE: dict[Phase, str] = {
     "loading_weights": "the weights do not fit: a smaller model or --dtype bfloat16 needs less",
-    "planning_memory": "no room for the KV pool: raise --mem-fraction-static, or set a small "
-    "--max-total-tokens or --context-length",
+    "planning_memory": "no room for the KV pool and the tables of running requests: raise "
+    "--mem-fraction-static, or set a smaller --max-total-tokens, --max-running-requests or "
+    "--context-length",
     "compiling": "lower --mem-fraction-static or --chunked-prefill-size, or use "
     "--disable-piecewise-cuda-graph",
     "capturing_decode": "lower --mem-fraction-static or --cuda-graph-max-bs, or use "

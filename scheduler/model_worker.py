@@ -61,8 +61,8 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         free / GIB,
         (free_before - free) / GIB,
     )
+    progress("planning_memory", 0, 0)  # the worker's tables are the first part of it
     worker = ModelWorker(runner, model_config, model, device)
-    progress("planning_memory", 0, 0)
     worker.plan_memory()
     worker.build_runners()
     worker.capture(lambda phase, done, total: progress(cast(Phase, phase), done, total))

@@ -256,12 +256,17 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, tiny_model: Path) -> 
         server.assert_nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--max-total-tokens", "9000000000000"), ("--max-running-requests", "9000000000")],
+)
 def test_too_little_memory_is_exit_code_4_and_names_a_flag(
-    tmp_path: Path, arguments: list[str]
+    tmp_path: Path, arguments: list[str], flag: str, value: str
 ) -> None:
-    with ServerProcess([*arguments, "--max-total-tokens", "9000000000000"], tmp_path) as server:
+    with ServerProcess([*arguments, flag, value], tmp_path) as server:
         assert server.wait(60) == 4, server.log()
-        assert "--max-total-tokens" in server.log().replace("\n", " ")
+        assert flag in server.log().replace("\n", " ")
+        assert "weights do not fit" not in server.log()
         assert "Traceback" not in server.log()
         server.assert_nothing_left()
 
