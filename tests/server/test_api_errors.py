@@ -211,7 +211,7 @@ def test_a_full_queue_is_answered_at_once_and_accepted_work_goes_on(
 ) -> None:
     server = new_server(
         engine={"max_running_requests": 2},
-        frontend={"max_queue": 2, "max_running_requests": 2},
+        frontend={"max_queue": 2},
     )
     http = server.http()
     body = {"prompt": "The quick", "cache_salt": "hang"}
@@ -234,9 +234,7 @@ def test_a_full_queue_is_answered_at_once_and_accepted_work_goes_on(
 def test_a_request_that_no_empty_queue_could_take_is_not_told_to_try_again(
     new_server: Any,
 ) -> None:
-    server = new_server(
-        engine={"max_running_requests": 2}, frontend={"max_queue": 2, "max_running_requests": 2}
-    )
+    server = new_server(engine={"max_running_requests": 2}, frontend={"max_queue": 2})
     http = server.http()
     for body in ({"prompt": "The", "n": 5}, {"prompt": ["The", "a", "b"], "n": 2}):
         error = check_envelope(http.post(COMPLETIONS, json=body), 400)
@@ -249,9 +247,7 @@ def test_a_request_that_no_empty_queue_could_take_is_not_told_to_try_again(
 def test_every_prompt_of_a_request_takes_a_place_in_the_queue(
     new_server: Any, eventually: Any
 ) -> None:
-    server = new_server(
-        engine={"max_running_requests": 2}, frontend={"max_queue": 2, "max_running_requests": 2}
-    )
+    server = new_server(engine={"max_running_requests": 2}, frontend={"max_queue": 2})
     hanging = {"prompt": ["The", "a", "b"], "cache_salt": "hang"}
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: server.http().post(COMPLETIONS, json=hanging))
