@@ -50,7 +50,7 @@ def record(engine: OfflineEngine, prompts: list[list[int]], tokens: int) -> list
             event.name(), event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3
         )
         for event in raw.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+        if event.device_type() == torch._C._autograd.DeviceType.CUDA and event.duration_ns() > 0
     ]
     return sorted(found, key=lambda activity: activity.start)
 

@@ -64,9 +64,21 @@ def test_rope_and_cache_norms_each_head_first(dtype: torch.dtype) -> None:
     q, k, v = qkv.clone().split((3, 1, 1), dim=1)
     normed = (fused.rms_norm(q, q_norm, 1e-6), fused.rms_norm(k, k_norm, 1e-6))
     pools = torch.zeros(2, 2, 4, 1, 8, dtype=dtype)
-    fused.rope_and_cache(*normed, v, positions, cos_sin, *pools[0], slots)
-    weights = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
-    fused.rope_and_cache(q, k, v, positions, cos_sin, *pools[1], slots, **weights)
+    plain, with_norms = pools
+    fused.rope_and_cache(*normed, v, positions, cos_sin, plain[0], plain[1], slots)
+    fused.rope_and_cache(
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        with_norms[0],
+        with_norms[1],
+        slots,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=1e-6,
+    )
     torch.testing.assert_close((q, k), normed)
     torch.testing.assert_close(pools[1], pools[0])
 

@@ -236,11 +236,15 @@ def test_a_request_that_no_empty_queue_could_take_is_not_told_to_try_again(
 ) -> None:
     server = new_server(engine={"max_running_requests": 2}, frontend={"max_queue": 2})
     http = server.http()
-    for body in ({"prompt": "The", "n": 5}, {"prompt": ["The", "a", "b"], "n": 2}):
+    too_many: list[dict[str, Any]]
+    too_many = [{"prompt": "The", "n": 5}, {"prompt": ["The", "a", "b"], "n": 2}]
+    for body in too_many:
         error = check_envelope(http.post(COMPLETIONS, json=body), 400)
         assert error["param"] == "n" and "--max-queue" in error["message"]
     assert server.received("GenerateRequest") == []
-    for body in ({"prompt": "The", "n": 4}, {"prompt": ["The", "a"], "n": 2}, {"prompt": [1, 2]}):
+    few: list[dict[str, Any]]
+    few = [{"prompt": "The", "n": 4}, {"prompt": ["The", "a"], "n": 2}, {"prompt": [1, 2]}]
+    for body in few:
         assert http.post(COMPLETIONS, json={"max_tokens": 1, **body}).status_code == 200
 
 
