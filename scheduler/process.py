@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ from duograph.scheduler.messages import (
 )
 from duograph.scheduler.model_worker import LoadedWorker, Progress, load_worker
 from duograph.scheduler.scheduler import Scheduler
-from duograph.scheduler.step import Event
+from duograph.scheduler.step import CompletedStep, Event
 from duograph.scheduler.wires import Wires
 
 _log = logging.getLogger(__name__)
@@ -148,12 +149,41 @@ def _info(loaded: LoadedWorker) -> EngineInfo:
 
 
 def warm_up(worker: Worker, builder: BatchBuilder, limits: EngineLimits) -> None:
-    """One short generation through prefill and decode, on a scheduler of its own."""
+    """Two short generations through prefill and decode, on a scheduler of its own: a plain one,
+    and one that takes every way round the graph's own sampling, so that no request is the first
+    to compile a kernel.
+
+    Raises:
+        ModelError: the model's logits are not finite.
+    """
     scheduler = Scheduler(SchedulerConfig(disable_radix_cache=True), limits, num_frontends=1)
-    sampling = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
-    events: list[Event] = [GenerateRequest(rid=0, input_ids=[0] * 4, sampling=sampling)]
-    while (step := scheduler.step(events, 0.0)).plan is not None:
-        events = [worker.launch(builder.build(step.plan)).wait()]
+    plain = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+    filtered = SamplingParams(
+        max_new_tokens=3,
+        min_new_tokens=2,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=min(8, limits.vocab_size),
+        min_p=0.01,
+        repetition_penalty=1.1,
+        logprobs=1,
+    )
+    for rid, sampling in enumerate((plain, filtered)):
+        events: list[Event] = [GenerateRequest(rid=rid, input_ids=[0] * 4, sampling=sampling)]
+        while (step := scheduler.step(events, 0.0)).plan is not None:
+            result = worker.launch(builder.build(step.plan)).wait()
+            check_logits(result)
+            events = [result]
+
+
+def check_logits(result: CompletedStep) -> None:
+    """Weights with NaN in them give tokens like any others; their probabilities do not.
+    Raises ModelError."""
+    # the runner floor's errors are loaded with the model, not with this module
+    from duograph.runners.config_file import ModelError
+
+    if not all(math.isfinite(found.logprob) for found in result.logprobs.values()):
+        raise ModelError("the model's output is not finite: its weights hold NaN or infinity")
 
 
 def tie_to_parent(parent_pid: int) -> None:

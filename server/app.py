@@ -94,12 +94,14 @@ def _add_health_routes(api: FastAPI, serving: Serving) -> None:
     engine = serving.engine
 
     @api.get("/health/live")
+    @api.head("/health/live", include_in_schema=False)
     async def live() -> Response:
         if not engine.alive:
             raise errors.engine_dead()
         return _json({"status": "alive"})
 
     @api.get("/health")
+    @api.head("/health", include_in_schema=False)
     async def health() -> Response:
         reason = serving.unavailable()
         if reason is not None:
@@ -107,7 +109,9 @@ def _add_health_routes(api: FastAPI, serving: Serving) -> None:
         return _json({"status": "ok"})
 
     @api.get("/ready")
+    @api.head("/ready", include_in_schema=False)
     @api.get("/health/ready")
+    @api.head("/health/ready", include_in_schema=False)
     async def ready() -> Response:
         reason = serving.unavailable()
         status = engine.status

@@ -101,5 +101,6 @@ class FrontendConfig:
     served_names: tuple[str, ...]  # at least one
     context_length: int | None = None  # --context-length, if given
     max_queue: int = 256  # --max-queue
+    engine_silence_s: float = 32.0  # a ready engine that is silent for longer is dead
     server_info: dict[str, Any] = field(default_factory=dict)  # the flags; JSON-able, no key
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty = no key is asked for

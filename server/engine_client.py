@@ -35,7 +35,6 @@ from duograph.server import errors
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 64  # then other work of the event loop gets its turn
-HEARTBEAT_TIMEOUT_S = 30.0  # a ready engine that is silent for longer is dead
 
 
 class Consumer(Protocol):
@@ -75,9 +74,10 @@ class EngineClient:
         scheduler_address: str,
         own_address: str,
         frontend_index: int,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        heartbeat_timeout_s: float,
     ) -> None:
-        """Binds and connects the sockets. Raises zmq.ZMQError."""
+        """Binds and connects the sockets; a ready engine that is silent for longer than
+        ``heartbeat_timeout_s`` counts as dead. Raises zmq.ZMQError."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._receiver: Receiver[ToFrontend] = Receiver(self._context, own_address, ToFrontend)
         self._sender = Sender(self._context, scheduler_address)

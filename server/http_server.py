@@ -74,6 +74,7 @@ def create_serving(config: FrontendConfig) -> Serving:
         scheduler_address=scheduler_address(config.run_dir),
         own_address=frontend_address(config.run_dir, config.index),
         frontend_index=config.index,
+        heartbeat_timeout_s=config.engine_silence_s,
     )
     translator = Translator(tokenizer, template, defaults, config.http.max_n)
     return Serving(config, tokenizer, translator, engine, FrontendMetrics())

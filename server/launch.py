@@ -235,6 +235,7 @@ def _start_frontend(plan: Plan, index: int, environ: Mapping[str, str]) -> Child
         served_names=plan.served_names,
         context_length=runner.context_length,
         max_queue=scheduler.max_queue,
+        engine_silence_s=scheduler.watchdog_timeout + WATCHDOG_GRACE_S,
         server_info=flag_values(plan.config),
         api_keys=plan.api_keys,
     )

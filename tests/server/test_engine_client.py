@@ -120,7 +120,12 @@ class Wires:
         scheduler = f"ipc://{folder}/s.sock"
         own = f"ipc://{folder}/f.sock"
         self.requests: Receiver[ToScheduler] = Receiver(self.context, scheduler, ToScheduler)
-        self.client = EngineClient(scheduler_address=scheduler, own_address=own, frontend_index=3)
+        self.client = EngineClient(
+            scheduler_address=scheduler,
+            own_address=own,
+            frontend_index=3,
+            heartbeat_timeout_s=30.0,
+        )
         self.answers = Sender(self.context, own)
 
     def close(self) -> None:

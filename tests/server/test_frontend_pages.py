@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 COMPLETIONS = "/v1/completions"
@@ -101,3 +102,9 @@ def test_the_log_has_one_line_a_request_and_no_text_of_it(new_server: Any) -> No
     assert all(len(line) < 500 for line in lines)
     assert not any(line.startswith("forged") for line in lines)
     assert any(f"POST {COMPLETIONS} 200" in line for line in requests)
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/ready", "/health/ready"])
+def test_load_balancers_may_ask_with_head(server: Any, path: str) -> None:
+    answer = server.http().head(path)
+    assert answer.status_code == 200 and answer.content == b""
