@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
 
 from duograph.scheduler.kv_cache import KVCache, PageLease
 from duograph.scheduler.page_pool import PageError, PagePool
@@ -116,12 +123,11 @@ class RadixMachine(RuleBasedStateMachine):
         self.locked.append((name, tuple(tokens[: count * PAGE])))
         return (end, self.locked[-1])
 
-    @rule(entry=locks)
+    @rule(entry=consumes(locks))  # a node is unlocked once for each time it was locked
     def unlock(self, entry) -> None:  # type: ignore[no-untyped-def]
         end, prefix = entry
-        if prefix in self.locked:
-            self.locked.remove(prefix)
-            self.tree.unlock(end)
+        self.locked.remove(prefix)
+        self.tree.unlock(end)
 
     @rule(count=st.integers(0, 8))
     def evict(self, count: int) -> None:
