@@ -100,7 +100,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 
 def run_tool(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a helper program to its end; it is killed when this process dies."""
+    """Runs another program to its end; it is killed when this process dies."""
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
