@@ -132,6 +132,7 @@ ARCHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "variant"), ARCHS)
 def test_a_converted_model_computes_what_the_original_does(
     arch: str, variant: str, tmp_path: Path

@@ -172,6 +172,7 @@ def test_no_mix_of_steps_traces_the_model_again(worker: ModelWorker) -> None:
     assert worker.graph_stats()["recompiles"] == 0
 
 
+@pytest.mark.slow
 def test_a_trace_after_start_up_raises_and_is_counted() -> None:
     fresh = make_worker(graph=GraphConfig(disable_cuda_graph=True))
     runner = prefill_runner(fresh)

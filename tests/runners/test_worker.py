@@ -30,6 +30,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_progress_goes_through_tracing_and_both_phases() -> None:
     worker = make_worker(capture=False)
     seen: list[tuple[str, int, int]] = []
@@ -143,6 +144,7 @@ def test_without_memory_for_the_largest_graphs_the_others_are_used(
     assert stats["eager_steps"]["decode"] == {"too_large": 1}
 
 
+@pytest.mark.slow
 def test_without_memory_for_any_graph_decode_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_captures(monkeypatch, lambda: torch.OutOfMemoryError("out of memory"), 99)
     worker = make_worker(graph=NO_PREFILL)
@@ -152,6 +154,7 @@ def test_without_memory_for_any_graph_decode_is_eager(monkeypatch: pytest.Monkey
     assert worker.graph_stats()["eager_steps"]["decode"] == {"not_captured": 1}
 
 
+@pytest.mark.slow
 def test_another_failure_of_a_capture_names_the_flag_to_go_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

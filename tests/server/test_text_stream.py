@@ -134,6 +134,7 @@ def run_matcher(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     return shown + matcher.flush(), None
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(
     pieces=st.lists(st.text("abc", min_size=1, max_size=4), max_size=12),
