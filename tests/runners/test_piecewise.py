@@ -15,6 +15,9 @@ from duograph.runners.graph import Captured, CaptureError
 from duograph.runners.piecewise import PieceSequence, TorchCompileCutter
 from duograph.runners.recorded_graph import RecordedGraphBackend
 
+# tracing takes a second a test
+pytestmark = pytest.mark.slow
+
 WIDTH = 8
 
 
@@ -133,13 +136,11 @@ def test_a_split_op_may_return_several_tensors() -> None:
     cut.check(5)
 
 
-@pytest.mark.slow
 def test_intermediates_share_memory_as_in_an_eager_run() -> None:
     few, many = Level(Toy(2), 64), Level(Toy(12), 64)
     assert many.backend.pool_bytes() < 2 * few.backend.pool_bytes()
 
 
-@pytest.mark.slow
 def test_a_smaller_level_takes_no_memory_of_its_own() -> None:
     one, three = Level(Toy(3), 64), Level(Toy(3), 64, 32, 8)
     # but for its result, which is never dropped
@@ -172,7 +173,6 @@ class NoGraph:
         raise AssertionError("not captured")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler on the CPU")
 def test_inductor_compiles_each_piece_once_for_every_number_of_tokens() -> None:
     model = Toy(2, reduce=True, pairs=True)

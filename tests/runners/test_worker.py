@@ -24,13 +24,15 @@ from duograph.runners.worker import ModelWorker
 from duograph.tests.graph_checks import decode_runner, runners_of
 from duograph.tests.worker_driver import WorkerDriver, make_worker, tiny_config
 
+# every test here starts a whole worker, both captures included
+pytestmark = pytest.mark.slow
+
 NO_PREFILL = GraphConfig(disable_piecewise_cuda_graph=True)
 NO_GRAPHS = GraphConfig(disable_cuda_graph=True, disable_piecewise_cuda_graph=True)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.float32)
 
 
-@pytest.mark.slow
 def test_progress_goes_through_tracing_and_both_phases() -> None:
     worker = make_worker(capture=False)
     seen: list[tuple[str, int, int]] = []
@@ -144,7 +146,6 @@ def test_without_memory_for_the_largest_graphs_the_others_are_used(
     assert stats["eager_steps"]["decode"] == {"too_large": 1}
 
 
-@pytest.mark.slow
 def test_without_memory_for_any_graph_decode_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_captures(monkeypatch, lambda: torch.OutOfMemoryError("out of memory"), 99)
     worker = make_worker(graph=NO_PREFILL)
@@ -154,7 +155,6 @@ def test_without_memory_for_any_graph_decode_is_eager(monkeypatch: pytest.Monkey
     assert worker.graph_stats()["eager_steps"]["decode"] == {"not_captured": 1}
 
 
-@pytest.mark.slow
 def test_another_failure_of_a_capture_names_the_flag_to_go_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
