@@ -157,6 +157,7 @@ def test_a_converted_model_computes_what_the_original_does(
     torch.testing.assert_close(session.extend({1: ids}), logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1], ids=str
 )

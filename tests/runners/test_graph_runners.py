@@ -96,6 +96,7 @@ def test_rows_left_by_a_larger_batch_do_not_reach_a_smaller_one(worker: ModelWor
     assert buffers.seq_lens.tolist()[3:] == [1] * 5
 
 
+@pytest.mark.slow
 def test_a_step_above_the_largest_size_goes_eager_counted_and_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_disabled_phase_runs_eagerly_and_is_counted() -> None:
     assert not stats["decode"]["enabled"] and not stats["prefill"]["enabled"]
 
 
+@pytest.mark.slow
 def test_without_padding_every_size_has_its_own_graph() -> None:
     graph = GraphConfig(disable_cuda_graph_padding=True, disable_piecewise_cuda_graph=True)
     exact = make_worker(graph=graph, max_running_requests=5)

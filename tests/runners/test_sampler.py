@@ -172,6 +172,7 @@ def worker(request: pytest.FixtureRequest) -> ModelWorker:
 EXPECTED: dict[int, list[int]] = {}
 
 
+@pytest.mark.slow
 def test_a_request_gets_its_tokens_alone_in_company_overlapped_graph_or_eager(
     worker: ModelWorker,
 ) -> None:
