@@ -89,7 +89,11 @@ def test_an_unreachable_hub_is_one_sentence(
     assert "no-such-org/no-such-model" in message and "hub" in message
 
 
-def test_a_path_never_reaches_the_hub(environ: dict[str, str]) -> None:
+def test_a_path_never_reaches_the_hub(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # relative paths must not meet files that are there
     for path in ("/a/b", "./a/b", "../a", "a/b/c", "a/../b", "~nobody/x"):
         assert "no such file or folder" in refusal(path, environ)
 
