@@ -29,6 +29,7 @@ from duograph.scheduler.messages import ToSupervisor
 from duograph.server import listener as tcp
 from duograph.server.arg_checks import check_key, check_together
 from duograph.server.args import ServeConfig, options
+from duograph.server.artifact_cache import engine_environment
 from duograph.server.child import Child, start_child
 from duograph.server.config import FrontendConfig, HttpConfig
 from duograph.server.model_cache import ModelError
@@ -220,6 +221,7 @@ def _start_scheduler(plan: Plan, environ: Mapping[str, str]) -> Child:
         log_level=plan.config.http.log_level,
         log_format=plan.config.http.log_format,
     )
+    environ = engine_environment(environ)
     return start_child("scheduler", "duograph.scheduler.process", config, environ=environ)
 
 

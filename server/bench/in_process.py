@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import random
+from collections.abc import Callable
 
 from duograph.runners.config import GraphConfig, RunnerConfig
 from duograph.runners.sampling_params import SamplingParams
 from duograph.scheduler.config import SchedulerConfig
 from duograph.scheduler.engine_config import EngineConfig
+from duograph.scheduler.model_worker import LoadedWorker, Progress, load_worker
 from duograph.scheduler.offline import Generation, OfflineEngine
+from duograph.server.artifact_cache import engine_environment
+
+Load = Callable[[EngineConfig, Progress], LoadedWorker]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -87,5 +92,8 @@ def seconds_of(results: list[Generation]) -> float:
     return max(result.times[-1] for result in results)
 
 
-def create_engine(options: argparse.Namespace) -> OfflineEngine:
-    return OfflineEngine(engine_config(options))
+def create_engine(options: argparse.Namespace, load: Load | None = None) -> OfflineEngine:
+    """Loads and captures; compiled code is kept where the daemon's engine keeps it. ``load`` makes
+    the worker, if it is not to be the plain one."""
+    os.environ.update(engine_environment(os.environ))
+    return OfflineEngine(engine_config(options), load or load_worker)
