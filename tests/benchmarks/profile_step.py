@@ -1,11 +1,13 @@
-"""Where the device time of one step goes: kernels by name with count, time, bytes and read rate,
-and what is idle between two decode replays.
+"""Where the device time of one step goes: kernels by name with count, time, bytes and rate, and
+what is idle between two decode replays.
 
     PYTHONPATH=.src python tests/benchmarks/profile_step.py --model-path MODEL_FOLDER
         [--decode 1 64 256] [--prefill 512 8192] [--timeline]
 
 The engine runs in process with dummy weights; the profiler records device activities only. A
 step ends with the kernel that picks its tokens. Figures are medians over the steps looked at.
+A decode GEMM is rated by the bytes of its weights, a prefill GEMM by its floating-point
+operations; norms, SiLU and RoPE of a prefill by the bytes that they must read and write.
 """
 
 from __future__ import annotations
@@ -88,22 +90,57 @@ def weight_bytes(config: ModelConfig) -> dict[str, int]:
     }
 
 
+def prefill_bytes(config: ModelConfig, tokens: int) -> dict[str, int]:
+    """bf16 bytes that each element-wise kernel moves in one layer of a step of ``tokens``."""
+    heads = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    return {
+        "_norm_kernel": 2 * 4 * tokens * config.hidden_size,
+        "_silu_and_mul_kernel": 2 * 3 * tokens * config.intermediate_size,
+        # q and k are rotated in place, k and v go to the pool
+        "_rope_and_cache_kernel": 2 * tokens * (2 * heads + 3 * kv + 2 * kv),
+    }
+
+
+def is_gemm(activity: Activity) -> bool:
+    name = activity.name
+    return bool(IS_GEMM.search(name)) and not IS_REDUCTION.search(name)
+
+
 def labelled(step: list[Activity], config: ModelConfig) -> list[tuple[str, Activity]]:
-    """GEMMs by their place in the layer: kernels of one projection share no name."""
+    """GEMMs by their place in the layer: kernels of one projection share no name. A long prefill
+    computes the two of the MLP in several chunks of rows."""
     result = []
     seen = 0
-    places = ["qkv", "o", "gate_up", "down"]
+    per_layer = sum(map(is_gemm, step)) // config.num_layers
+    places = ["qkv", "o", *["gate_up", "down"] * max(1, (per_layer - 2) // 2)]
     for activity in step:
         label = activity.name.split("<")[0].split("(")[0].removeprefix("void ").split("::")[-1]
-        if IS_GEMM.search(activity.name) and not IS_REDUCTION.search(activity.name):
-            place = places[seen % 4] if seen < 4 * config.num_layers else "lm_head"
+        if is_gemm(activity):
+            in_layer = seen < len(places) * config.num_layers
+            place = places[seen % len(places)] if in_layer else "lm_head"
             label = f"GEMM {place} ({label[:34]})"
             seen += 1
         result.append((label, activity))
     return result
 
 
-def print_table(steps: list[list[Activity]], config: ModelConfig) -> None:
+def rate(label: str, total: float, count: float, config: ModelConfig, tokens: int) -> str:
+    """``total`` us of ``count`` calls as a rate; ``tokens`` is 0 for decode."""
+    place = label.split()[1] if label.startswith("GEMM") else ""
+    weights = weight_bytes(config).get(place, 0)
+    if weights and (not tokens or place == "lm_head"):
+        return f"{weights / 1e6:8.1f} MB | {weights * count / total / 1e6:6.2f} TB/s"
+    if weights:
+        operations = weights * tokens * config.num_layers  # 2 operations a weight of 2 bytes
+        return f"{operations / 1e9:8.1f} GF | {operations / total / 1e6:6.0f} TFLOP/s"
+    moved = prefill_bytes(config, tokens).get(label, 0) * config.num_layers if tokens else 0
+    moved *= 2 if label == "_norm_kernel" else 1
+    return f"{moved / 1e6:8.1f} MB | {moved / total / 1e6:6.2f} TB/s" if moved else ""
+
+
+def print_table(steps: list[list[Activity]], config: ModelConfig, tokens: int = 0) -> None:
+    """``tokens``: of a prefill step; 0 for decode."""
     by_label: dict[str, list[list[float]]] = {}
     for step in steps:
         durations: dict[str, list[float]] = {}
@@ -111,30 +148,25 @@ def print_table(steps: list[list[Activity]], config: ModelConfig) -> None:
             durations.setdefault(label, []).append(activity.end - activity.start)
         for label, values in durations.items():
             by_label.setdefault(label, []).append(values)
-    weights = weight_bytes(config)
     rows = []
     for label, samples in by_label.items():
         count = statistics.median(len(values) for values in samples)
         total = statistics.median(sum(values) for values in samples)
-        place = label.split()[1] if label.startswith("GEMM") else ""
-        moved = weights.get(place, 0)
-        rate = (
-            f"{moved / 1e6:8.1f} | {moved * count / total / 1e6:5.2f}"
-            if moved
-            else "         |      "
-        )
-        rows.append(
-            (
-                total,
-                f"{label[:64]:<64} | {count:5.0f} | {total / count:7.2f} | {total:8.1f} | {rate}",
-            )
-        )
-    print(f"{'kernel':<64} | count | us each |   us all | MB weig. |  TB/s")
+        numbers = f"{count:5.0f} | {total / count:7.2f} | {total:8.1f}"
+        text = f"{label[:64]:<64} | {numbers} | {rate(label, total, count, config, tokens)}"
+        rows.append((total, text))
+    print(f"{'kernel':<64} | count | us each |   us all | weights or work | rate")
     for _, row in sorted(rows, reverse=True):
         print(row)
 
 
-def report(title: str, steps: list[list[Activity]], config: ModelConfig, timeline: bool) -> None:
+def report(
+    title: str,
+    steps: list[list[Activity]],
+    config: ModelConfig,
+    timeline: bool,
+    tokens: int = 0,
+) -> None:
     spans, idles, longest = [], [], []
     for before, step in itertools.pairwise(steps):
         idle, gap = idle_us(step, before[-1].end)
@@ -147,7 +179,7 @@ def report(title: str, steps: list[list[Activity]], config: ModelConfig, timelin
             f"step {statistics.median(spans):.1f} us, idle {statistics.median(idles):.1f} us, "
             f"longest idle stretch {statistics.median(longest):.1f} us"
         )
-    print_table(steps[1:] or steps, config)
+    print_table(steps[1:] or steps, config, tokens)
     if timeline and len(steps) > 1:
         print_timeline(steps[len(steps) // 2 - 1], steps[len(steps) // 2])
 
@@ -186,7 +218,7 @@ def main() -> None:
             first, last = step[0].start, step[-1].end
             idle, _ = idle_us(step, first)
             print(f"\nprefill {length}: {last - first:.0f} us on the device, idle {idle:.0f} us")
-        report(f"prefill, {length} tokens", steps[-1:], config, False)
+        report(f"prefill, {length} tokens", steps[-1:], config, False, tokens=length)
         if options.timeline:
             print_timeline(steps[-1][:1], steps[-1][1:])
 
