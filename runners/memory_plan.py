@@ -122,6 +122,7 @@ def measure_needs(runners: RunnerSet, sampler: Sampler, config: RunnerConfig) ->
             sampler.finish(batch, runners.eager.run(batch))
 
     activations = _measure_peak(run_largest_steps, device)
+    runners.stages.lap("first_steps")  # kernels are compiled or loaded here
     runners.trace(lambda phase, done, total: None)
     prefill_graphs = decode_graphs = 0
     if runners.prefill is not None:

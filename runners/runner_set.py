@@ -7,7 +7,6 @@ neither how memory is planned nor what a step is for.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -22,6 +21,7 @@ from duograph.runners.parts import RunnerParts
 from duograph.runners.piecewise import Cutter
 from duograph.runners.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from duograph.runners.sampler import Sampler
+from duograph.runners.stages import StageClock
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +43,16 @@ class RunnerSet:
         backend: GraphBackend,
         cutter: Cutter,
         config: GraphConfig,
+        stages: StageClock | None = None,
     ) -> None:
-        """``config`` is resolved: its sizes are known."""
+        """``config`` is resolved: its sizes are known. ``stages`` is told of every phase."""
+        self.stages = stages or StageClock()
         self.parts = parts
         self.backend = backend
         self.eager = EagerRunner(parts)
         self.decode: CudaGraphRunner | None = None
         self.prefill: PiecewiseCudaGraphRunner | None = None
         self.eager_steps: Counter[tuple[str, str]] = Counter()
-        self.trace_seconds = 0.0
         self._cutter = cutter
         if not config.disable_cuda_graph:
             assert config.cuda_graph_bs is not None
@@ -73,13 +74,12 @@ class RunnerSet:
             )
 
     def trace(self, progress: Progress) -> None:
-        """Cuts the model into pieces, if prefill needs them; ``trace_seconds`` says how long."""
-        started = time.perf_counter()
+        """Cuts the model into pieces, if prefill needs them."""
         if self.prefill is not None:
             progress("compiling", 0, 1)
             self.prefill.prepare()
             progress("compiling", 1, 1)
-        self.trace_seconds = time.perf_counter() - started
+        self.stages.lap("trace")
 
     def capture(self, progress: Progress) -> None:
         """Both phases; prefill first, as its graphs are the larger ones and decode reuses
@@ -87,9 +87,11 @@ class RunnerSet:
         with freeze_gc():
             if self.prefill is not None:
                 self.prefill.capture(progress)
+            self.stages.lap("capture_prefill")
             if self.decode is not None:
                 self.decode.capture(progress)
         self.parts.buffers.reset()
+        self.stages.lap("capture_decode")
 
     def pick_runner(self, batch: ForwardBatch) -> Runner:
         """A decode batch that a captured size holds: decode graph; an extend batch that the

@@ -7,13 +7,13 @@ It owns everything on the device. Which runner takes a step is decided in
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from duograph.kernels.attention.base import PhaseBackends
 from duograph.kernels.attention.registry import create_backend
 from duograph.runners.batch import ForwardBatch, StepOutput
 from duograph.runners.buffers import GraphInputBuffers
@@ -28,10 +28,12 @@ from duograph.runners.models.llama import CausalLM
 from duograph.runners.parts import RunnerParts
 from duograph.runners.piecewise import TorchCompileCutter
 from duograph.runners.recorded_graph import RecordedGraphBackend
+from duograph.runners.profiler import StepProfiler
 from duograph.runners.request_table import RequestTable
 from duograph.runners.resolve import resolve_auto
 from duograph.runners.runner_set import Runner, RunnerSet
 from duograph.runners.sampler import SampledStep, Sampler
+from duograph.runners.stages import StageClock, TritonCompiles
 from duograph.runners.streams import CpuStream, CudaStream, DeviceStream
 
 logger = logging.getLogger(__name__)
@@ -64,8 +66,17 @@ class ModelWorker:
         model_config: ModelConfig,
         model: CausalLM,
         device: torch.device,
+        stages: StageClock | None = None,
     ) -> None:
-        """Raises ConfigError for flags that cannot be honoured."""
+        """``stages`` is told of every stage of the start.
+
+        Raises:
+            ConfigError: flags that cannot be honoured.
+        """
+        self._stages = stages or StageClock()
+        self._compiles = TritonCompiles()
+        if device.type == "cuda":
+            self._compiles.install()
         self.config = resolve_auto(runner_config, model_config, device)
         self.device = device
         self._model = model
@@ -76,13 +87,14 @@ class ModelWorker:
             page_size=_known(self.config.page_size),
             dtype=model.activation_dtype,
         )
-        self._attention = create_backend(
+        backend = create_backend(
             self.config.attention_backend,
             num_q_heads=model_config.num_heads,
             num_kv_heads=model_config.num_kv_heads,
             head_dim=model_config.head_dim,
             device=device,
         )
+        self._attention = PhaseBackends(decode=backend, extend=backend)
         self._cos_sin = model.cos_sin(device)
         running = _known(self.config.max_running_requests)
         context = _known(self.config.context_length)
@@ -103,9 +115,11 @@ class ModelWorker:
             if device.type == "cuda"
             else CpuStream()
         )
+        self.profiler = StepProfiler(runner_config.profile_dir, self._stream.call)
         self._num_pages = 0
         self._runners: RunnerSet | None = None
-        self._seconds: dict[str, float] = {}
+        self._traced = False
+        self._stages.lap("tables")
 
     @property
     def limits(self) -> WorkerLimits:
@@ -126,7 +140,6 @@ class ModelWorker:
         Raises:
             MemoryPlanError, torch.OutOfMemoryError: no room; the message names the flags.
         """
-        started = time.perf_counter()
         needs = Needs(0, 0, 0)
         if self.device.type == "cuda" and self.config.max_total_tokens is None:
             needs = self._measure()
@@ -136,8 +149,7 @@ class ModelWorker:
             )
         weights = self._model.weight_bytes()
         self._num_pages = plan_pages(self.config, self._layout, self.device, needs, weights)
-        seconds = time.perf_counter() - started
-        self._seconds["plan_memory"] = seconds - self._seconds.get("trace", 0.0)
+        self._stages.lap("measure_graphs")
 
     def build_runners(self) -> None:
         """Allocates the KV pool and makes the runners; captures nothing."""
@@ -150,6 +162,7 @@ class ModelWorker:
             pool.nbytes / 2 / GIB,
         )
         logger.info("Memory pool end. avail mem=%.2f GB", available_bytes(self.device) / GIB)
+        self._stages.lap("kv_pool")
 
     def capture(self, progress: Progress) -> None:
         """Traces the model, if that has not been done, and captures both phases.
@@ -162,30 +175,36 @@ class ModelWorker:
             CaptureError: the model cannot be a graph; the note names the flag to go without.
         """
         runners = self._built()
-        if "trace" not in self._seconds:
+        if not self._traced:
             runners.trace(progress)
-            self._seconds["trace"] = runners.trace_seconds
-        started = time.perf_counter()
+            self._traced = True
         runners.capture(progress)
-        self._seconds["capture"] = time.perf_counter() - started
 
     def launch(self, batch: ForwardBatch) -> StepOutput:
         """Runs ``batch`` after all that was launched before, and returns at once."""
         runner = self._built().pick_runner(batch)
-        return self._stream.launch(batch, partial(self._step, batch, runner))
+        output = self._stream.launch(batch, partial(self._step, batch, runner))
+        self.profiler.step()
+        return output
 
     def graph_stats(self) -> dict[str, Any]:
         """JSON-able figures of both graph runners, for metrics and /server_info.
 
         ``decode`` and ``prefill`` hold, per captured size, ``seconds`` and ``nbytes`` of the
         capture, ``replays``, ``real`` and ``padded`` rows or tokens, and the ``dropped``
-        sizes; ``eager_steps`` counts by phase and reason; ``start_seconds`` by stage.
+        sizes; ``eager_steps`` counts by phase and reason; ``start_seconds`` by stage, in order;
+        ``compiles`` how many Triton kernels were compiled and how many came from the cache.
         """
-        return {**self._built().stats(), "start_seconds": dict(self._seconds)}
+        return {
+            **self._built().stats(),
+            "start_seconds": dict(self._stages.seconds),
+            "compiles": self._compiles.as_dict(),
+        }
 
     def close(self) -> None:
         """Waits for what was launched."""
         self._stream.close()
+        self.profiler.join()
 
     def _step(self, batch: ForwardBatch, runner: Runner) -> SampledStep:
         self._table.apply(batch)
@@ -194,7 +213,7 @@ class ModelWorker:
     def _measure(self) -> Needs:
         runners = self._build(_PAGES_TO_MEASURE_WITH)
         needs = measure_needs(runners, self._sampler, self.config)
-        self._seconds["trace"] = runners.trace_seconds
+        self._traced = True
         self._table.next_tokens.zero_()
         del runners
         release_cached(self.device)
@@ -216,6 +235,7 @@ class ModelWorker:
             backend=self._graph_backend(),
             cutter=self._cutter,
             config=self.config.graph,
+            stages=self._stages,
         )
 
     def _graph_backend(self) -> GraphBackend:

@@ -22,3 +22,4 @@ class EngineConfig:
     served_name: str  # the model_name label of the metrics
     log_level: str = "info"
     log_format: str = "text"
+    spawned_at: float | None = None  # CLOCK_MONOTONIC, seconds, when this was written

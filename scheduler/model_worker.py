@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from duograph.runners.stages import StageClock
 from duograph.scheduler.admission import EngineLimits
 from duograph.scheduler.engine import Worker
 from duograph.scheduler.engine_config import EngineConfig
@@ -32,12 +33,15 @@ class LoadedWorker:
     limits: EngineLimits
     is_cuda: bool
     details: dict[str, Any]  # JSON-able, for /server_info
+    stages: StageClock = field(default_factory=StageClock)  # of the start so far
 
 
 def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     """Loads, plans memory, captures. Raises what the runner floor raises."""
+    stages = StageClock()
     import torch
 
+    stages.lap("import_torch")
     from duograph.runners.memory import GIB, available_bytes
     from duograph.runners.model_config import ModelConfig
     from duograph.runners.models.loader import load_model
@@ -45,11 +49,13 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     from duograph.runners.worker import ModelWorker
 
     runner = replace(config.runner, model_path=config.model_folder)
+    stages.lap("import_runners")
     device = torch.device(resolve_device(runner.device))
     progress("loading_weights", 0, 0)
     model_config = ModelConfig.from_folder(Path(config.model_folder))
     free_before, started = available_bytes(device), time.monotonic()
     _log.info("Load weight begin. avail mem=%.2f GB", free_before / GIB)
+    stages.lap("device")
     model = load_model(
         runner, model_config, device, lambda done, total: progress("loading_weights", done, total)
     )
@@ -61,8 +67,9 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         free / GIB,
         (free_before - free) / GIB,
     )
+    stages.lap("weights")
     progress("planning_memory", 0, 0)  # the worker's tables are the first part of it
-    worker = ModelWorker(runner, model_config, model, device)
+    worker = ModelWorker(runner, model_config, model, device, stages)
     worker.plan_memory()
     worker.build_runners()
     worker.capture(lambda phase, done, total: progress(cast(Phase, phase), done, total))
@@ -83,7 +90,7 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         "dtype": worker.config.dtype,
         "attention_backend": worker.config.attention_backend,
     }
-    return LoadedWorker(worker, engine_limits, device.type == "cuda", details)
+    return LoadedWorker(worker, engine_limits, device.type == "cuda", details, stages)
 
 
 def limits_line(limits: WorkerLimits, free_gib: float) -> str:

@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from types import FrameType
@@ -115,6 +116,8 @@ class _Start:
     def create_engine(
         self, config: EngineConfig, load: Callable[[EngineConfig, Progress], LoadedWorker]
     ) -> Engine:
+        now = time.monotonic()
+        before = now - (now if config.spawned_at is None else config.spawned_at)
         loaded = load(config, self.report)
         limits = loaded.limits
         builder = BatchBuilder(page_size=limits.page_size, pinned=loaded.is_cuda)
@@ -123,6 +126,9 @@ class _Start:
         # What start-up made stays for ever: the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        loaded.stages.lap("warm_up")
+        seconds = {"process": before, **loaded.stages.seconds}
+        _log.info("%s", start_line(seconds))
         engine = Engine(
             scheduler=Scheduler(config.scheduler, limits, config.num_frontends),
             worker=loaded.worker,
@@ -132,19 +138,27 @@ class _Start:
             log_interval=config.scheduler.decode_log_interval,
             watchdog_timeout=config.scheduler.watchdog_timeout,
         )
-        self._wires.to_frontends(_info(loaded))
+        self._wires.to_frontends(_info(loaded, seconds))
         self.report("ready", 0, 0)
         return engine
 
 
-def _info(loaded: LoadedWorker) -> EngineInfo:
+def start_line(seconds: dict[str, float]) -> str:
+    """What the start was spent on, of at least a tenth of a second each."""
+    parts = [f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= 0.1]
+    return f"Engine started in {sum(seconds.values()):.1f} s: {', '.join(parts)}"
+
+
+def _info(loaded: LoadedWorker, seconds: dict[str, float]) -> EngineInfo:
+    """``seconds`` of the whole start by stage."""
     limits = loaded.limits
+    graphs = loaded.worker.graph_stats() | {"start_seconds": seconds}
     return EngineInfo(
         max_total_num_tokens=limits.max_total_num_tokens,
         max_running_requests=limits.max_running_requests,
         context_length=limits.context_length,
         vocab_size=limits.vocab_size,
-        details={**asdict(limits), **loaded.details, "graphs": loaded.worker.graph_stats()},
+        details={**asdict(limits), **loaded.details, "graphs": graphs},
     )
 
 

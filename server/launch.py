@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -220,6 +221,7 @@ def _start_scheduler(plan: Plan, environ: Mapping[str, str]) -> Child:
         served_name=plan.served_names[0],
         log_level=plan.config.http.log_level,
         log_format=plan.config.http.log_format,
+        spawned_at=time.monotonic(),
     )
     environ = engine_environment(environ)
     return start_child("scheduler", "duograph.scheduler.process", config, environ=environ)

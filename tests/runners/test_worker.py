@@ -63,7 +63,16 @@ def test_graph_stats_can_be_sent_as_json() -> None:
     worker = make_worker(graph=NO_PREFILL)
     stats = json.loads(json.dumps(worker.graph_stats()))
     assert stats["backend"] == "recorded" and stats["pool_bytes"] > 0
-    assert stats["start_seconds"]["capture"] > 0
+    stages = stats["start_seconds"]
+    assert list(stages) == [
+        "tables",
+        "measure_graphs",
+        "kv_pool",
+        "trace",
+        "capture_prefill",
+        "capture_decode",
+    ]
+    assert stages["capture_decode"] > 0 and stats["compiles"]["triton_compiled"] == 0
 
 
 @pytest.fixture(scope="module")
