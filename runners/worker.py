@@ -122,6 +122,11 @@ class ModelWorker:
         self._stages.lap("tables")
 
     @property
+    def cuda_stream(self) -> torch.cuda.Stream | None:
+        """Where steps run; None on CPU."""
+        return self._stream.stream if isinstance(self._stream, CudaStream) else None
+
+    @property
     def limits(self) -> WorkerLimits:
         """Known after ``plan_memory``."""
         assert self._num_pages, "plan_memory() comes first"

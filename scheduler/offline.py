@@ -44,14 +44,14 @@ class OfflineEngine:
     ) -> None:
         loaded = load(config, progress or (lambda phase, done, total: None))
         self._config = config
-        self._worker = loaded.worker
+        self.worker = loaded.worker
         self._builder = BatchBuilder(
             page_size=loaded.limits.page_size,
             pinned=loaded.is_cuda,
         )
         self.limits = loaded.limits
         self.scheduler = Scheduler(config.scheduler, loaded.limits, num_frontends=1)
-        warm_up(self._worker, self._builder, loaded.limits)
+        warm_up(self.worker, self._builder, loaded.limits)
         self._events: list[Event] = []
         self._open: dict[int, Generation] = {}
         self._next_rid = 0
@@ -79,7 +79,7 @@ class OfflineEngine:
         return results
 
     def graph_stats(self) -> dict[str, Any]:
-        return self._worker.graph_stats()
+        return self.worker.graph_stats()
 
     # The verbs of the loops
 
@@ -97,7 +97,7 @@ class OfflineEngine:
         return self._builder.build(plan)
 
     def launch(self, batch: ForwardBatch) -> PendingStep:
-        return self._worker.launch(batch)
+        return self.worker.launch(batch)
 
     def send(self, step: Step) -> None:
         now = time.perf_counter() - self._started

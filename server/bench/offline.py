@@ -1,13 +1,18 @@
 """``duograph bench offline``: output tokens/s of many requests at once, engine in process.
 
-256 requests, prompt and output lengths uniform in 100..1024, temperature 0.6, seed 0.
+256 requests, prompt and output lengths uniform in 100..1024, temperature 0.6, seed 0. With
+``--steps`` the run is traced: how many steps of each kind, how large, and where time went.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import random
 import sys
+from pathlib import Path
+from typing import Any
 
 from duograph.server.bench.in_process import (
     add_engine_flags,
@@ -16,6 +21,7 @@ from duograph.server.bench.in_process import (
     sampled,
     seconds_of,
 )
+from duograph.server.bench.step_trace import TracedWorker, as_dicts, load_traced, step_table
 
 
 def main(arguments: list[str]) -> int:
@@ -26,8 +32,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", action="store_true", help="time every step, print a table")
+    parser.add_argument("--json", type=Path, help="write the figures there, with --steps each step")
     options = parser.parse_args(arguments)
-    engine = create_engine(options)
+    engine = create_engine(options, load_traced if options.steps else None)
     rng = random.Random(options.seed)
 
     def length() -> int:
@@ -38,12 +46,30 @@ def main(arguments: list[str]) -> int:
     ]
     sampling = [sampled(length(), options.temperature, seed) for seed in range(options.requests)]
     engine.generate(prompts[:8], [sampled(16, options.temperature, 0)] * 8)
+    gc.collect()
+    gc.freeze()  # as the engine process does
+    traced = engine.worker if isinstance(engine.worker, TracedWorker) else None
+    if traced is not None:
+        traced.clear()
     results = engine.generate(prompts, sampling)
     seconds = seconds_of(results)
     tokens = sum(len(result.tokens) for result in results)
     prompt_tokens = sum(map(len, prompts))
     print(f"{options.requests} requests, {prompt_tokens} prompt and {tokens} output tokens")
     print(f"{seconds:.2f} s, {tokens / seconds:.0f} output tokens/s")
+    figures: dict[str, Any] = {
+        "requests": options.requests,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+    }
+    if traced is not None:
+        records = traced.records()
+        print("\n".join(step_table(records)))
+        figures["steps"] = as_dicts(records)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures))
     return 0
 
 
