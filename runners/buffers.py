@@ -23,6 +23,7 @@ class GraphInputBuffers:
     small ones held the device up for longer than it took. Attributes of decode, by request:
         req_pool_indices, decode_positions, decode_out_cache_loc: int64 [max_bs]
         seq_lens: int32 [max_bs]
+        seq_lens_cpu: the same lengths in host memory, replaced by every load
     And of prefill, by token:
         input_ids, positions, out_cache_loc: int64 [max_tokens]
     """
@@ -32,7 +33,9 @@ class GraphInputBuffers:
         self.max_tokens = max_tokens
         self._device = device
         self._dummies = torch.zeros(4 * max_bs, dtype=torch.int64)
-        _DecodeViews(self._dummies, max_bs).fill_with_dummies()
+        dummies = _DecodeViews(self._dummies, max_bs)
+        dummies.fill_with_dummies()
+        self._dummy_lens = self.seq_lens_cpu = dummies.seq_lens
         self._decode_block = self._dummies.to(device, copy=True)
         views = _DecodeViews(self._decode_block, max_bs)
         self.req_pool_indices = views.req_pool_indices
@@ -70,6 +73,7 @@ class GraphInputBuffers:
         views.out_cache_loc[:size] = batch.out_cache_loc
         views.seq_lens[:size] = batch.seq_lens
         self._decode_block.copy_(host, non_blocking=True)
+        self.seq_lens_cpu = views.seq_lens
 
     def load_extend(self, batch: ForwardBatch, padded_size: int) -> None:
         """As ``load_decode``, for the per-token inputs of a prefill step; ``padded_size`` is
@@ -84,6 +88,7 @@ class GraphInputBuffers:
     def reset(self) -> None:
         """Every row a dummy: the state that graphs are captured in."""
         self._decode_block.copy_(self._dummies)
+        self.seq_lens_cpu = self._dummy_lens
         for name in self._used:
             getattr(self, name).zero_()
             self._used[name] = 0

@@ -114,6 +114,7 @@ class CudaGraphRunner:
             buffers.req_pool_indices[:size],
             buffers.seq_lens[:size],
             buffers.decode_out_cache_loc[:size],
+            buffers.seq_lens_cpu[:size],
         )
 
     def step(self, size: int, forward: Transformer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +154,9 @@ class CudaGraphRunner:
         # Static buffers are refilled on the stream that replays, so a copy cannot overtake
         # the replay before it, which may still be reading them.
         buffers.load_decode(batch, size)
-        self._parts.attention.prepare(entry.context.meta)
+        meta = entry.context.meta
+        meta.seq_lens_cpu = buffers.seq_lens_cpu[:size]
+        self._parts.attention.prepare(meta)
         entry.graph.replay()
         entry.stats.count(real, size)
         return ForwardOutput(

@@ -28,12 +28,14 @@ class EagerRunner:
         locations = parts.on_device(batch.out_cache_loc)
         if batch.mode is ForwardMode.DECODE:
             input_ids = parts.table.next_tokens[rows]
-            context = parts.decode_context(rows, seq_lens, locations)
+            context = parts.decode_context(rows, seq_lens, locations, batch.seq_lens)
         else:
             check_extend(batch)
             assert batch.input_ids is not None
             input_ids = parts.on_device(batch.input_ids)
-            context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens)
+            context = parts.extend_context(
+                rows, seq_lens, locations, batch.extend_lens, batch.seq_lens
+            )
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
             if batch.mode is ForwardMode.DECODE:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from duograph.kernels.attention.base import AttentionBackend, AttentionMetadata
+from duograph.kernels.attention.base import AttentionMetadata, PhaseBackends
 from duograph.runners.batch import ForwardBatch, ForwardMode
 from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.forward_context import ForwardContext
@@ -53,19 +53,25 @@ class RunnerParts:
     table: RequestTable
     buffers: GraphInputBuffers
     kv_pool: KVPool
-    attention: AttentionBackend
+    attention: PhaseBackends
     device: torch.device
 
     def decode_context(
-        self, rows: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
     ) -> ForwardContext:
-        """One query row per sequence; all tensors on the device, [bs]."""
+        """One query row per sequence; all tensors [bs] and on the device, but for
+        ``seq_lens_cpu``, which holds the lengths in host memory."""
         meta = AttentionMetadata(
             page_table=self.table.page_table,
             req_pool_indices=rows,
             seq_lens=seq_lens,
             out_cache_loc=out_cache_loc,
             page_size=self.kv_pool.page_size,
+            seq_lens_cpu=seq_lens_cpu,
         )
         return self._context(meta, ForwardMode.DECODE)
 
@@ -75,6 +81,7 @@ class RunnerParts:
         seq_lens: torch.Tensor,
         out_cache_loc: torch.Tensor,
         extend_lens: list[int],
+        seq_lens_cpu: torch.Tensor,
     ) -> ForwardContext:
         """``extend_lens[i]`` query rows of sequence i, one sequence after the other.
 
@@ -91,6 +98,8 @@ class RunnerParts:
             query_start_loc=starts,
             max_extend_len=max(extend_lens),
             num_real_tokens=sum(extend_lens),
+            seq_lens_cpu=seq_lens_cpu,
+            extend_lens=extend_lens,
         )
         return self._context(meta, ForwardMode.EXTEND)
 
@@ -102,7 +111,7 @@ class RunnerParts:
             meta=meta,
             mode=mode,
             kv_pool=self.kv_pool,
-            backend=self.attention,
+            backend=self.attention.of(meta),
             cos_sin=self.cos_sin,
         )
 

@@ -133,7 +133,7 @@ class PiecewiseCudaGraphRunner:
         rows = parts.on_device(batch.req_pool_indices)
         seq_lens = parts.on_device(batch.seq_lens)
         locations = parts.buffers.out_cache_loc[:size]
-        context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens)
+        context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens, batch.seq_lens)
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
             level.pieces.replay()
@@ -154,4 +154,5 @@ class PiecewiseCudaGraphRunner:
         parts = self._parts
         rows = torch.zeros(1, dtype=torch.int64, device=parts.device)
         seq_lens = torch.ones(1, dtype=torch.int32, device=parts.device)
-        return parts.extend_context(rows, seq_lens, parts.buffers.out_cache_loc[:level], [1])
+        locations = parts.buffers.out_cache_loc[:level]
+        return parts.extend_context(rows, seq_lens, locations, [1], torch.tensor([1]).int())

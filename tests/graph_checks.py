@@ -124,6 +124,7 @@ def _extend_eagerly(worker: ModelWorker, batch: ForwardBatch) -> list[torch.Tens
         parts.on_device(batch.seq_lens),
         buffers.out_cache_loc[:size],
         batch.extend_lens,
+        batch.seq_lens,
     )
     parts.attention.prepare(context.meta)
     ends = torch.tensor(batch.extend_lens).cumsum(0) - 1

@@ -1,8 +1,9 @@
 """What every attention backend is given and what it must do.
 
-Plain tensors only: a backend knows no request, no batch policy and no config. All metadata
-tensors live on the device and are read there, so a captured graph sees new values at every
-replay without any host planning.
+Plain tensors only: a backend knows no request, no batch policy and no config. Kernels read the
+metadata tensors on the device, so a captured graph sees new values at every replay. A backend
+that plans on the host has the same lengths there too, and its ``prepare`` is called before
+every step and replay.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class AttentionMetadata:
     query_start_loc: torch.Tensor | None = None  # int32 [bs + 1]: first query row of each
     max_extend_len: int = 1  # host-known upper bound of query rows of one sequence
     num_real_tokens: int | None = None  # extend: query rows before the padding; None = all
+    # The lengths of this step again, in host memory, for backends that plan there.
+    seq_lens_cpu: torch.Tensor | None = None  # int32 [bs]
+    extend_lens: list[int] | None = None  # extend only: query rows of each sequence
 
 
 class AttentionBackend(Protocol):
@@ -68,3 +72,23 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Causal attention of the new rows of each sequence over its cached prefix and
         themselves: row j of sequence i sits at position seq_len - extend_len + j."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBackends:
+    """The backend of each phase, often one object twice.
+
+    Callers pick one per step and then call it directly, so that what one backend offers beyond
+    the protocol is found there and nothing has to be forwarded.
+    """
+
+    decode: AttentionBackend
+    extend: AttentionBackend
+
+    def of(self, meta: AttentionMetadata) -> AttentionBackend:
+        """The backend of the phase that ``meta`` describes."""
+        return self.decode if meta.query_start_loc is None else self.extend
+
+    def prepare(self, meta: AttentionMetadata) -> None:
+        """See ``AttentionBackend.prepare``."""
+        self.of(meta).prepare(meta)

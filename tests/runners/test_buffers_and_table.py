@@ -50,6 +50,7 @@ def test_rows_behind_the_batch_are_dummies_whatever_was_there_before(
         padding = 8 - size
         assert buffers.req_pool_indices.tolist() == [*range(1, size + 1), *[0] * padding]
         assert buffers.seq_lens.tolist() == [*range(11, size + 11), *[1] * padding]
+        assert torch.equal(buffers.seq_lens_cpu, buffers.seq_lens)
         assert buffers.decode_positions.tolist() == [*range(10, size + 10), *[0] * padding]
         assert buffers.decode_out_cache_loc.tolist() == [*range(100, size + 100), *[0] * padding]
 
