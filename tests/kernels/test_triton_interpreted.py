@@ -19,7 +19,14 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
 
-from duograph.kernels import fused, fused_triton, sampling, sampling_triton
+from duograph.kernels import (
+    bitmask,
+    bitmask_triton,
+    fused,
+    fused_triton,
+    sampling,
+    sampling_triton,
+)
 from duograph.kernels.attention.triton import SplitPlan, TritonBackend, plan_splits
 from duograph.kernels.gemv_triton import fused_gemv
 
@@ -307,3 +314,13 @@ def test_fused_gemv_names_what_does_not_fit() -> None:
         fused_gemv(x, torch.randn(7, 32), gated=True)
     with pytest.raises(ValueError, match="one dtype"):
         fused_gemv(x.half(), weight)
+
+
+@pytest.mark.parametrize("vocab", [33, 4096, 5000])
+def test_masked_logits_are_those_of_the_definition(vocab: int) -> None:
+    logits = torch.randn(4, vocab)
+    index = torch.tensor([3, 1])
+    words = bitmask.bitmask_words(vocab)
+    bits = torch.randint(-(2**31), 2**31 - 1, (2, words)).to(torch.int32)
+    expected = bitmask._masked_by_tensor_ops(logits, index, bits)
+    assert torch.equal(bitmask_triton.masked_logits(logits, index, bits), expected)
