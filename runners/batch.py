@@ -12,10 +12,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from duograph.runners.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from duograph.runners.prompt_logprobs import PromptScores
 
 
 class ForwardMode(enum.Enum):
@@ -37,6 +41,18 @@ class RowInit:
     output_ids: list[int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptWish:
+    """Log-probabilities wanted of one sequence's prompt in one extend step.
+
+    Row ``skip + i`` of the sequence's rows in this step is what token ``targets[i]`` follows.
+    """
+
+    skip: int  # rows of the sequence before the first wanted one
+    targets: list[int]  # token ids, at least one
+    k: int  # best tokens per row
+
+
 @dataclass(slots=True)
 class SamplingBatch:
     """Host-known facts that decide which sampling work a step needs. Indices are positions
@@ -49,6 +65,7 @@ class SamplingBatch:
     # additive bias per batch index; a token banned by min_new_tokens has -inf
     bias: dict[int, dict[int, float]] = field(default_factory=dict)
     logprobs: dict[int, int] = field(default_factory=dict)  # batch index -> k best
+    prompt_logprobs: dict[int, PromptWish] = field(default_factory=dict)  # by batch index
 
 
 @dataclass(slots=True)
@@ -78,8 +95,8 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one sampled token and of the k most likely ones, taken
-    from the model's raw logits: before temperature, penalties, bias and filters."""
+    """Natural-log probabilities of one sampled or prompt token and of the k most likely ones,
+    taken from the model's raw logits: before temperature, penalties, bias and filters."""
 
     logprob: float
     top_ids: list[int]
@@ -94,6 +111,7 @@ class StepResult:
     step_id: int
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs]  # by batch index
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # likewise
 
 
 @dataclass(slots=True)
@@ -105,6 +123,7 @@ class ForwardOutput:
     tokens: torch.Tensor | None  # int64 [bs] if plain sampling ran inside the graph
     rows: torch.Tensor  # int64 [bs], the batch's request rows on the device
     seq_lens: torch.Tensor  # int32 [bs], on the device
+    prompt_scores: PromptScores | None = None
 
 
 class StepOutput:

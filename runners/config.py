@@ -47,6 +47,7 @@ DECODE_GROUP = "CUDA graphs, decode"
 PREFILL_GROUP = "CUDA graphs, prefill"
 MEMORY_GROUP = "Memory & scheduling"
 MODEL_GROUP = "Model"
+DEBUG_GROUP = "Debug"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,5 +151,10 @@ class RunnerConfig:
         group=MEMORY_GROUP,
         minimum=1,
         maximum=256,
+    )
+    profile_dir: str | None = option(
+        None,
+        "folder for the traces of /start_profile; the temporary folder if left out",
+        group=DEBUG_GROUP,
     )
     graph: GraphConfig = field(default_factory=GraphConfig)

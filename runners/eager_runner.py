@@ -7,6 +7,7 @@ import torch
 from duograph.runners.batch import ForwardBatch, ForwardMode, ForwardOutput
 from duograph.runners.forward_context import use_context
 from duograph.runners.parts import RunnerParts, check_extend, last_rows
+from duograph.runners.prompt_logprobs import PromptScores, score_prompt
 
 
 class EagerRunner:
@@ -16,7 +17,7 @@ class EagerRunner:
         self._parts = parts
 
     def run(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the last row of each sequence.
+        """Logits of the last row of each sequence, and what the batch wants to know of prompts.
 
         Raises:
             ValueError: an extend batch whose lengths do not add up.
@@ -37,10 +38,27 @@ class EagerRunner:
                 rows, seq_lens, locations, batch.extend_lens, batch.seq_lens
             )
         parts.attention.prepare(context.meta)
+        scores: PromptScores | None = None
         with torch.no_grad(), use_context(context):
             if batch.mode is ForwardMode.DECODE:
                 hidden = parts.model.decode_forward(batch.batch_size)(input_ids, positions)
             else:
-                hidden = parts.model.model(input_ids, positions)[last_rows(context)]
+                every = parts.model.model(input_ids, positions)
+                hidden, scores = every[last_rows(context)], self._prompt_scores(batch, every)
             logits = parts.model.compute_logits(hidden)
-        return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)
+        return ForwardOutput(
+            logits=logits, tokens=None, rows=rows, seq_lens=seq_lens, prompt_scores=scores
+        )
+
+    def _prompt_scores(self, batch: ForwardBatch, hidden: torch.Tensor) -> PromptScores | None:
+        wishes = batch.sampling.prompt_logprobs
+        if not wishes:
+            return None
+        parts = self._parts
+        return score_prompt(
+            hidden,
+            wishes,
+            batch.extend_lens,
+            parts.model.compute_logits,
+            vocab_size=parts.table.vocab_size,
+        )

@@ -41,6 +41,7 @@ class RequestTable:
 
         self.device = device
         self.num_rows = rows
+        self.vocab_size = vocab_size
         self.page_table = table(0, torch.int32, max_pages)
         self.next_tokens = table(0, torch.int64)
         # Columns of two blocks, so that a new request is two launches and not eight.

@@ -95,10 +95,13 @@ class RunnerSet:
 
     def pick_runner(self, batch: ForwardBatch) -> Runner:
         """A decode batch that a captured size holds: decode graph; an extend batch that the
-        largest level holds: pieces; else eager, with the reason counted."""
+        largest level holds and that wants no prompt's logprobs: pieces; else eager, with the
+        reason counted."""
         decode = batch.mode is ForwardMode.DECODE
         runner = self.decode if decode else self.prefill
         reason = runner.refusal(batch) if runner is not None else "disabled"
+        if batch.sampling.prompt_logprobs:  # the graphs give one row of each sequence
+            reason = "prompt_logprobs"
         if runner is not None and reason is None:
             return runner  # counted per size by the runner itself
         self._count_eager(batch, "decode" if decode else "prefill", str(reason))
@@ -106,7 +109,7 @@ class RunnerSet:
 
     def _count_eager(self, batch: ForwardBatch, phase: str, reason: str) -> None:
         self.eager_steps[phase, reason] += 1
-        if self.eager_steps[phase, reason] > 1 or reason == "disabled":
+        if self.eager_steps[phase, reason] > 1 or reason in ("disabled", "prompt_logprobs"):
             return
         decode = phase == "decode"
         size = f"batch size {batch.batch_size}" if decode else f"{batch.num_tokens} tokens"

@@ -22,6 +22,7 @@ from duograph.runners.batch import (
     StepResult,
     TokenLogprobs,
 )
+from duograph.runners.prompt_logprobs import PromptScores
 from duograph.runners.request_table import RequestTable
 from duograph.runners.upload import upload
 
@@ -43,6 +44,7 @@ class SampledStep:
     step_id: int
     tokens: torch.Tensor  # int64 [bs]
     logprobs: LogprobTensors | None
+    prompt_scores: PromptScores | None = None
 
     def to_result(self) -> StepResult:
         """Reads the tensors, which must be complete and on the host."""
@@ -55,7 +57,9 @@ class SampledStep:
             )
             for (index, k), chosen, ids, values in zip(self.logprobs.wanted, *columns, strict=True):
                 found[index] = TokenLogprobs(chosen, ids[:k], values[:k])
-        return StepResult(self.step_id, self.tokens.tolist(), found)
+        scores = self.prompt_scores
+        prompts = {} if scores is None else scores.to_lists()
+        return StepResult(self.step_id, self.tokens.tolist(), found, prompts)
 
 
 class Sampler:
@@ -90,7 +94,8 @@ class Sampler:
             tokens = self.sample_plain(output.logits, output.rows, output.seq_lens)
         if wishes.penalized:
             self._count(output.rows, tokens, wishes.penalized)
-        return SampledStep(batch.step_id, tokens, self._logprobs(output.logits, tokens, wishes))
+        logprobs = self._logprobs(output.logits, tokens, wishes)
+        return SampledStep(batch.step_id, tokens, logprobs, output.prompt_scores)
 
     def _sample(
         self, logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, *, filtered: bool

@@ -30,6 +30,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; k = the sampled token's and the k best
+    prompt_logprobs: int | None = None  # likewise, of the prompt's own tokens
+    prompt_logprobs_start: int = 1  # the first token to tell of; token 0 follows nothing
 
     @property
     def is_greedy(self) -> bool:
@@ -61,6 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens),
             ("seed", self.seed, -(2**63), 2**63 - 1),
             ("logprobs", self.logprobs or 0, 0, 20),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0, 20),
+            ("prompt_logprobs_start", self.prompt_logprobs_start, 1, 2**31),
         )
         for name, value, low, high in bounds:
             if not (low <= value <= high):  # NaN fails this too

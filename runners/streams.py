@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from duograph.runners.batch import ForwardBatch, StepOutput, StepResult
+from duograph.runners.prompt_logprobs import PromptScores
 from duograph.runners.sampler import LogprobTensors, SampledStep
 
 Work = Callable[[], SampledStep]
@@ -23,6 +24,10 @@ class DeviceStream(Protocol):
     def launch(self, batch: ForwardBatch, work: Work) -> StepOutput:
         """Starts ``work`` after all that was launched before, and returns at once. What it
         raises comes out of ``StepOutput.wait``, on CUDA partly here already."""
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Runs ``work`` on the thread that runs Python's part of the steps, after all that was
+        launched before, and waits for it. Raises what it raises."""
 
     def close(self) -> None:
         """Waits for what was launched."""
@@ -37,6 +42,9 @@ class CpuStream:
     def launch(self, batch: ForwardBatch, work: Work) -> StepOutput:
         future = self._thread.submit(_run_to_result, work)
         return StepOutput(batch, future.result)
+
+    def call(self, work: Callable[[], None]) -> None:
+        self._thread.submit(work).result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -60,6 +68,10 @@ class CudaStream:
 
         return StepOutput(batch, wait)
 
+    def call(self, work: Callable[[], None]) -> None:
+        self.stream.synchronize()
+        work()
+
     def close(self) -> None:
         self.stream.synchronize()
 
@@ -78,7 +90,15 @@ def _to_pinned(step: SampledStep) -> SampledStep:
             _pinned_copy(found.top_ids),
             _pinned_copy(found.top_logprobs),
         )
-    return SampledStep(step.step_id, _pinned_copy(step.tokens), found)
+    scores = step.prompt_scores
+    if scores is not None:
+        scores = PromptScores(
+            scores.wishes,
+            _pinned_copy(scores.chosen),
+            _pinned_copy(scores.top_ids),
+            _pinned_copy(scores.top_logprobs),
+        )
+    return SampledStep(step.step_id, _pinned_copy(step.tokens), found, scores)
 
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from duograph.runners.batch import ForwardBatch, ForwardMode, RowInit, SamplingBatch
+from duograph.runners.batch import ForwardBatch, ForwardMode, PromptWish, RowInit, SamplingBatch
 from duograph.scheduler.request import Request
 from duograph.scheduler.step import Plan
 from duograph.scheduler.step_arrays import Ints, step_arrays
@@ -52,6 +52,14 @@ class BatchBuilder:
                 penalized=plan.penalized,
                 bias=plan.bias,
                 logprobs=plan.logprobs,
+                prompt_logprobs={
+                    index: PromptWish(
+                        span.skip,
+                        plan.requests[index].prompt[span.begin : span.end].tolist(),
+                        span.k,
+                    )
+                    for index, span in plan.prompt_logprobs.items()
+                },
             ),
         )
 

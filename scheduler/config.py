@@ -15,9 +15,10 @@ class SchedulerConfig:
 
     schedule_policy: str = option(
         "fcfs",
-        "order of the waiting queue: first come first served, or longest cached prefix first",
+        "order of the waiting queue: first come first served, longest cached prefix first, or "
+        "by the requests' priority field, the smallest number first",
         group=MEMORY_GROUP,
-        choices=("fcfs", "lpm"),
+        choices=("fcfs", "lpm", "priority"),
     )
     disable_radix_cache: bool = option(
         False, "share no KV pages between requests", group=MEMORY_GROUP

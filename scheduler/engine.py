@@ -12,10 +12,11 @@ import time
 from typing import Any, Protocol
 
 from duograph.runners.batch import ForwardBatch
+from duograph.runners.profiler import ProfilerError, StepProfiler
 from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.graph_metrics import eager_steps, graph_metrics
 from duograph.scheduler.loop import PendingStep
-from duograph.scheduler.messages import Heartbeat, ProcessFailed
+from duograph.scheduler.messages import ControlAnswer, ControlRequest, Heartbeat, ProcessFailed
 from duograph.scheduler.scheduler import Scheduler
 from duograph.scheduler.stats import snapshot
 from duograph.scheduler.step import Event, Plan, Step
@@ -32,6 +33,9 @@ class Worker(Protocol):
     def launch(self, batch: ForwardBatch) -> PendingStep: ...
 
     def graph_stats(self) -> dict[str, Any]: ...
+
+    @property
+    def profiler(self) -> StepProfiler: ...
 
     def close(self) -> None: ...
 
@@ -87,7 +91,10 @@ class Engine:
             self._wires.requests.wait(max(0.001, self._next_beat - time.monotonic()))
         else:
             self._was_idle = False
-        return self._wires.requests.drain()
+        arrived = self._wires.requests.drain()
+        if any(type(message) is ControlRequest for message in arrived):
+            return self._carry_out(arrived)
+        return arrived
 
     def build(self, plan: Plan) -> ForwardBatch:
         return self._builder.build(plan)
@@ -103,6 +110,34 @@ class Engine:
         for rid, error in self.scheduler.fault_log:
             _log.error("request %d failed inside the engine", rid, exc_info=error)
         self.scheduler.fault_log.clear()
+
+    def _carry_out(self, arrived: list[Event | ControlRequest]) -> list[Event]:
+        """Obeys the orders among ``arrived`` and returns the rest."""
+        events: list[Event] = []
+        for message in arrived:
+            if isinstance(message, ControlRequest):
+                self._wires.to_frontend_of(message.id, self._obey(message))
+            else:
+                events.append(message)
+        return events
+
+    def _obey(self, order: ControlRequest) -> ControlAnswer:
+        scheduler = self.scheduler
+        match order.command:
+            case "flush_cache":
+                pages = scheduler.flush_cache()
+                text = "requests are in work" if pages is None else f"{pages} pages freed"
+                return ControlAnswer(order.id, pages is not None, text)
+            case "abort_named" | "abort_all":
+                name = order.argument if order.command == "abort_named" else None
+                return ControlAnswer(order.id, True, str(scheduler.abort_by_client(name)))
+            case "start_profile" | "stop_profile":
+                profiler = self._worker.profiler
+                act = profiler.start if order.command == "start_profile" else profiler.stop
+                try:
+                    return ControlAnswer(order.id, True, act())
+                except ProfilerError as error:
+                    return ControlAnswer(order.id, False, str(error))
 
     # The end
 

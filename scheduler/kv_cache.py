@@ -53,22 +53,23 @@ class KVCache:
         """Tokens' worth of pages in use by requests."""
         return (self.pool.num_usable - self.available) * self.page_size
 
-    def match(self, namespace: str, key: bytes) -> int:
-        """Cached tokens a request with these tokens would find."""
-        return self.tree.probe(namespace, key, self._reusable(key))[0] * self.page_size
+    def match(self, namespace: str, key: bytes, limit: int | None = None) -> int:
+        """Cached tokens a request with these tokens would find, ``limit`` at most."""
+        return self.tree.probe(namespace, key, self._reusable(key, limit))[0] * self.page_size
 
-    def cost(self, namespace: str, key: bytes) -> int:
+    def cost(self, namespace: str, key: bytes, limit: int | None = None) -> int:
         """By how many pages ``available`` would fall if ``open`` were called."""
-        matched, evictable = self.tree.probe(namespace, key, self._reusable(key))
+        matched, evictable = self.tree.probe(namespace, key, self._reusable(key, limit))
         return self.pages_for(len(key) // 4) - matched + evictable
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def open(self, namespace: str, key: bytes) -> PageLease | None:
+    def open(self, namespace: str, key: bytes, limit: int | None = None) -> PageLease | None:
         """Pages for all tokens of ``key`` (int32 bytes), cached prefix first; None if they are
-        not available. At least one token is left to compute, since the step needs its logits."""
-        end, cached = self.tree.lock_prefix(namespace, key, self._reusable(key))
+        not available. At least one token is left to compute, since the step needs its logits,
+        and ``limit`` tokens at most come from the cache."""
+        end, cached = self.tree.lock_prefix(namespace, key, self._reusable(key, limit))
         try:
             own = self._allocate(self.pages_for(len(key) // 4) - len(cached))
         except BaseException:
@@ -135,8 +136,15 @@ class KVCache:
             )
         return cached
 
-    def _reusable(self, key: bytes) -> int:
-        return (len(key) // 4 - 1) // self.page_size
+    def clear(self) -> int:
+        """Empties the prefix cache, but for what leases hold; returns the pages freed."""
+        pages = self.tree.evict(self.tree.evictable_pages)
+        self.pool.free(pages)
+        return len(pages)
+
+    def _reusable(self, key: bytes, limit: int | None) -> int:
+        tokens = len(key) // 4 - 1
+        return (tokens if limit is None else min(tokens, limit)) // self.page_size
 
     def _allocate(self, count: int) -> list[int] | None:
         short = count - self.pool.num_free

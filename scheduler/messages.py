@@ -25,6 +25,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate"):
     input_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""  # prefix cache namespace
+    name: str = ""  # what its client calls it; several may have one name
+    priority: int = 0  # smaller goes first, with --schedule-policy priority
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -35,7 +37,18 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     rid: int
 
 
-ToScheduler = GenerateRequest | AbortRequest
+Command = Literal["flush_cache", "abort_named", "abort_all", "start_profile", "stop_profile"]
+
+
+class ControlRequest(msgspec.Struct, frozen=True, tag="control"):
+    """An order of an operator or a client. Answered by one ControlAnswer."""
+
+    id: int  # made as a request's rid is
+    command: Command
+    argument: str = ""  # abort_named: the name
+
+
+ToScheduler = GenerateRequest | AbortRequest | ControlRequest
 
 FinishReason = Literal["stop", "length", "error"]
 ErrorCode = Literal[
@@ -45,6 +58,7 @@ ErrorCode = Literal[
     "timeout",  # 503
     "internal",  # 500
     "draining",  # 503
+    "aborted",  # 400: by an operator, or by its client under the request's name
 ]
 
 
@@ -62,7 +76,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of one sampled token; see runners.batch.TokenLogprobs."""
+    """Of one sampled or prompt token; see runners.batch.TokenLogprobs."""
 
     logprob: float
     top_ids: list[int]
@@ -78,6 +92,16 @@ class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
     tokens: list[int]
     finished: list[Finished]
     logprobs: dict[int, Logprobs] | None = None  # by index into rids
+    cached: dict[int, int] | None = None  # by rid, with its first token: cached prompt tokens
+    prompt_logprobs: dict[int, list[Logprobs]] | None = None  # by rid: the next ones of its prompt
+
+
+class ControlAnswer(msgspec.Struct, frozen=True, tag="control_answer"):
+    """``text`` is for the client: what was done, or why not."""
+
+    id: int
+    ok: bool
+    text: str
 
 
 Phase = Literal[
@@ -131,7 +155,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, tag="metrics"):
     histograms: dict[str, tuple[list[float], list[int], float]]
 
 
-ToFrontend = StepTokens | EngineStatus | EngineInfo | Heartbeat | MetricsSnapshot
+ToFrontend = StepTokens | EngineStatus | EngineInfo | Heartbeat | MetricsSnapshot | ControlAnswer
 
 
 class ProcessFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -17,7 +17,7 @@ from duograph.scheduler import policy
 from duograph.scheduler.admission import MAX_EXPECTED_TOKENS
 from duograph.scheduler.queues import Queues
 from duograph.scheduler.request import Request, RequestState
-from duograph.scheduler.step import Plan
+from duograph.scheduler.step import Plan, PromptSpan
 
 MAX_EXTENDS_IN_A_ROW = 2
 
@@ -86,7 +86,7 @@ class Planner:
         order = queues.waiting
         if self._lpm:
             order = policy.longest_prefix_first(
-                order, lambda request: queues.kv.match(request.cache_salt, request.key)
+                order, lambda r: queues.kv.match(r.cache_salt, r.key, r.cache_limit)
             )
         growth = self._expected_growth()
         for request in order[: policy.WINDOW]:
@@ -116,12 +116,12 @@ class Planner:
         """Gives the request its pages if they, and what the others are expected to need, are
         there. A request that would be alone needs its pages only."""
         queues, kv = self._queues, self._queues.kv
-        need = kv.cost(request.cache_salt, key)
+        need = kv.cost(request.cache_salt, key, request.cache_limit)
         if queues.running or queues.prefilling:
             need += math.ceil((growth + self._expected_output(request)) / kv.page_size)
         if need > kv.available:
             return False
-        request.lease = kv.open(request.cache_salt, key)
+        request.lease = kv.open(request.cache_salt, key, request.cache_limit)
         return request.lease is not None
 
     def _enter(self, plan: Plan, request: Request, key: bytes) -> None:
@@ -153,6 +153,8 @@ class Planner:
         plan.pages += request.lease.pages[start // page_size : (end - 1) // page_size + 1]
         request.kv_len = end
         request.last_step = plan.step_id
+        if request.scored < request.prompt_len:
+            _note_scores(plan, request, start, end)
         if is_last:
             request.state = RequestState.DECODE
             self._queues.running.append(request)
@@ -234,6 +236,16 @@ class Planner:
             if len(self._needy()) <= queues.kv.available + late + coming:
                 return
             queues.retract(victim)
+
+
+def _note_scores(plan: Plan, request: Request, start: int, end: int) -> None:
+    """The chunk start .. end - 1, planned last, is followed by tokens start + 1 .. end."""
+    begin, stop = request.scored, min(end + 1, request.prompt_len)
+    if begin < stop:
+        k = request.sampling.prompt_logprobs or 0
+        span = PromptSpan(skip=begin - 1 - start, begin=begin, end=stop, k=k)
+        plan.prompt_logprobs[len(plan.requests) - 1] = span
+        request.scored = stop
 
 
 def _note_sampling(plan: Plan, index: int, request: Request) -> None:

@@ -19,9 +19,9 @@ def has_priority(request: Request) -> bool:
     return request.retractions >= MAX_RETRACTIONS
 
 
-def arrival_order(request: Request) -> tuple[bool, int]:
+def arrival_order(request: Request) -> tuple[bool, int, int]:
     """Sort key of the waiting queue: a retracted request keeps its place of arrival."""
-    return not has_priority(request), request.seq
+    return not has_priority(request), request.rank, request.seq
 
 
 def longest_prefix_first(
@@ -38,6 +38,6 @@ def longest_prefix_first(
 
 
 def victims(running: Sequence[Request]) -> list[Request]:
-    """Whom to retract first when pages run out: who loses least by it, the newest of equals.
-    The last of the list is the one to keep."""
-    return sorted(running, key=lambda r: (has_priority(r), len(r.output_ids), -r.seq))
+    """Whom to retract first when pages run out: of the last rank, who loses least by it, the
+    newest of equals. The last of the list is the one to keep."""
+    return sorted(running, key=lambda r: (has_priority(r), -r.rank, len(r.output_ids), -r.seq))

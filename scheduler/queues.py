@@ -84,6 +84,8 @@ class Queues:
         of n choices, or of a burst with one system prompt, the first computes it for all."""
         if not self.kv.has_prefix_cache or not self._unpublished:
             return False
+        if request.cache_limit is not None:  # it computes what it could share
+            return False
         head = (request.cache_salt, key[: self.min_spared_tokens * TOKEN_BYTES])
         twins = self._unpublished.get(head)
         if twins is None:

@@ -41,16 +41,19 @@ class Request:
         "last_token_time",
         "lease",
         "max_new_tokens",
+        "name",
         "needs_filter",
         "output_ids",
         "prefill_key",
         "prefill_len",
         "prompt",
         "prompt_len",
+        "rank",
         "retractions",
         "rid",
         "row",
         "sampling",
+        "scored",
         "seq",
         "state",
         "stop_ids",
@@ -67,10 +70,14 @@ class Request:
         stop_ids: frozenset[int],
         cache_salt: str,
         arrival: float,
+        name: str = "",
+        rank: int = 0,
     ) -> None:
         self.rid = rid
         self.frontend = frontend
         self.seq = seq  # order of arrival
+        self.name = name
+        self.rank = rank  # smaller comes first; all 0 unless the policy is priority
         self.prompt = prompt
         self.prompt_len = len(prompt)
         self.sampling = sampling
@@ -90,6 +97,9 @@ class Request:
         self.retractions = 0
         self.deferred = 0  # prefill steps planned while this request waited
         self.cached_tokens = 0
+        # The first prompt token whose wanted log-probability no launched step computes.
+        wants_scores = sampling.prompt_logprobs is not None
+        self.scored = sampling.prompt_logprobs_start if wants_scores else self.prompt_len
         self.first_admitted: float | None = None
         self.first_token_time: float | None = None
         self.last_token_time = 0.0
@@ -107,6 +117,12 @@ class Request:
         if not self.output_ids:
             return self.prompt.tobytes()
         return self.prompt.tobytes() + np.array(self.output_ids, np.int32).tobytes()
+
+    @property
+    def cache_limit(self) -> int | None:
+        """Tokens that may come from the prefix cache, which keeps no hidden states to take
+        log-probabilities from; None = all."""
+        return self.scored - 1 if self.scored < self.prompt_len else None
 
     @property
     def planned_outputs(self) -> int:

@@ -55,6 +55,7 @@ class Scheduler:
         self._planner = Planner(self.queues, schedule_policy=config.schedule_policy)
         self._outbox = Outbox(num_frontends)
         self._eos = frozenset(limits.eos_token_ids)
+        self._by_priority = config.schedule_policy == "priority"
         self._arrivals = 0
         self._now = float("-inf")
         self._next_expiry = float("-inf")
@@ -106,6 +107,19 @@ class Scheduler:
         self.live.clear()
         return Step(None, self._outbox.take())
 
+    def abort_by_client(self, name: str | None) -> int:
+        """Ends every request of that name, or all if None, with the error "aborted"; returns how
+        many. The messages come with the next step."""
+        named = [r for r in self.live.values() if name is None or r.name == name]
+        for request in named:
+            self.stats.aborted += 1
+            self._finish_with_error(request, "aborted", "the request was aborted")
+        return len(named)
+
+    def flush_cache(self) -> int | None:
+        """Empties the prefix cache; the pages freed, or None if requests are in work."""
+        return self.queues.kv.clear() if self.is_idle else None
+
     def gauges(self) -> Gauges:
         queues = self.queues
         return Gauges(
@@ -156,12 +170,14 @@ class Scheduler:
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos,
             cache_salt=message.cache_salt,
             arrival=self._now,
+            name=message.name,
+            rank=message.priority if self._by_priority else 0,
         )
         self._arrivals += 1
         self.stats.requests += 1
         self.live[request.rid] = request
-        if request.max_new_tokens == 0:
-            self._finish(request, "length")
+        if request.max_new_tokens == 0 and request.cache_limit is None:
+            self._finish(request, "length")  # it wants to know nothing of its prompt either
         else:
             self.queues.enqueue(request)
 
@@ -222,7 +238,16 @@ class Scheduler:
             self.stats.extend_steps += 1
         else:
             self.stats.decode_steps += 1
+        if result.prompt_logprobs:
+            self._take_prompt_logprobs(plan, result)
         self._take_tokens(plan, result)
+
+    def _take_prompt_logprobs(self, plan: Plan, result: CompletedStep) -> None:
+        for index, found in result.prompt_logprobs.items():
+            request = plan.requests[index]
+            if request.state is not RequestState.FINISHED:
+                entries = [Logprobs(one.logprob, one.top_ids, one.top_logprobs) for one in found]
+                self._outbox.prompt_logprobs(request.frontend, request.rid, entries)
 
     def _take_tokens(self, plan: Plan, result: CompletedStep) -> None:
         # The host's hottest loop: once per token. Locals and lists, nothing else, on the way of
@@ -242,6 +267,9 @@ class Scheduler:
                     raise ValueError(f"the sampler gave token {token} of {vocab}")
                 if emits:
                     self.queues.publish(request)
+                    if request.max_new_tokens == 0:
+                        self._finish(request, "length")
+                        continue
                 output = request.output_ids
                 output.append(token)
                 frontend = request.frontend
@@ -268,6 +296,7 @@ class Scheduler:
 
     def _note_first_token(self, request: Request) -> None:
         request.first_token_time = self._now
+        self._outbox.cached(request.frontend, request.rid, request.cached_tokens)
         self.stats.generation_tokens += 1
         self.stats.time_to_first_token.observe(self._now - request.arrival)
 

@@ -43,9 +43,22 @@ class CompletedStep(Protocol):
     def tokens(self) -> Sequence[int]: ...
     @property
     def logprobs(self) -> Mapping[int, BestTokens]: ...
+    @property
+    def prompt_logprobs(self) -> Mapping[int, Sequence[BestTokens]]: ...
 
 
 Event = GenerateRequest | AbortRequest | CompletedStep
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Prompt tokens begin .. end - 1, whose log-probabilities are wanted. Row ``skip`` of the
+    sequence's rows in this step comes before token ``begin``."""
+
+    skip: int
+    begin: int
+    end: int
+    k: int
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +83,7 @@ class Plan:
     penalized: list[int] = field(default_factory=list)
     bias: dict[int, dict[int, float]] = field(default_factory=dict)
     logprobs: dict[int, int] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptSpan] = field(default_factory=dict)
     cached_tokens: int = 0  # extend: found in the prefix cache by the new rows
     # Rows and pages whose requests are gone but which this step may still write.
     late_rows: list[int] = field(default_factory=list)
@@ -91,17 +105,25 @@ class Step:
 class Outbox:
     """Collects the messages of one step, one per frontend."""
 
-    __slots__ = ("_finished", "_logprobs", "rids", "tokens")
+    __slots__ = ("_cached", "_finished", "_logprobs", "_prompt_logprobs", "rids", "tokens")
 
     def __init__(self, num_frontends: int) -> None:
         self.rids: list[list[int]] = [[] for _ in range(num_frontends)]
         self.tokens: list[list[int]] = [[] for _ in range(num_frontends)]
         self._finished: list[list[Finished]] = [[] for _ in range(num_frontends)]
         self._logprobs: list[dict[int, Logprobs]] = [{} for _ in range(num_frontends)]
+        self._cached: list[dict[int, int]] = [{} for _ in range(num_frontends)]
+        self._prompt_logprobs: list[dict[int, list[Logprobs]]] = [{} for _ in range(num_frontends)]
 
     def logprobs(self, frontend: int, logprobs: Logprobs) -> None:
         """Of the token that was appended last to ``tokens[frontend]``."""
         self._logprobs[frontend][len(self.tokens[frontend]) - 1] = logprobs
+
+    def cached(self, frontend: int, rid: int, tokens: int) -> None:
+        self._cached[frontend][rid] = tokens
+
+    def prompt_logprobs(self, frontend: int, rid: int, entries: list[Logprobs]) -> None:
+        self._prompt_logprobs[frontend].setdefault(rid, []).extend(entries)
 
     def finished(self, frontend: int, message: Finished) -> None:
         self._finished[frontend].append(message)
@@ -109,14 +131,18 @@ class Outbox:
     def take(self) -> dict[int, StepTokens]:
         messages: dict[int, StepTokens] = {}
         for frontend, rids in enumerate(self.rids):
-            if not rids and not self._finished[frontend]:
+            scores = self._prompt_logprobs[frontend]
+            if not rids and not self._finished[frontend] and not scores:
                 continue
             messages[frontend] = StepTokens(
                 rids,
                 self.tokens[frontend],
                 self._finished[frontend],
                 self._logprobs[frontend] or None,
+                self._cached[frontend] or None,
+                scores or None,
             )
             self.rids[frontend], self.tokens[frontend] = [], []
             self._finished[frontend], self._logprobs[frontend] = [], {}
+            self._cached[frontend], self._prompt_logprobs[frontend] = {}, {}
         return messages

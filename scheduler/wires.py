@@ -18,7 +18,7 @@ from duograph.scheduler.channel import (
     scheduler_address,
     supervisor_address,
 )
-from duograph.scheduler.messages import ToScheduler
+from duograph.scheduler.messages import RID_FRONTEND_SHIFT, ToScheduler
 
 # Messages kept for a frontend whose pipe is full, on top of the pipe's own 10,000. A frontend
 # that is this far behind is stuck, and its requests hold pages that others need.
@@ -50,6 +50,12 @@ class Wires:
             backlog.popleft()
         if len(backlog) > MAX_BACKLOG:
             raise FrontendStuck(f"frontend {index} reads no messages: {len(backlog)} wait")
+
+    def to_frontend_of(self, id: int, message: msgspec.Struct) -> None:
+        """To the one that made ``id``; nowhere if there is none of that number."""
+        index = id >> RID_FRONTEND_SHIFT
+        if 0 <= index < len(self._frontends):
+            self.to_frontend(index, message)
 
     def to_frontends(self, message: msgspec.Struct) -> None:
         for index in range(len(self._frontends)):

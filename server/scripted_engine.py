@@ -27,6 +27,8 @@ from duograph.scheduler.channel import Receiver, Sender, frontend_address, sched
 from duograph.scheduler.messages import (
     RID_FRONTEND_SHIFT,
     AbortRequest,
+    ControlAnswer,
+    ControlRequest,
     EngineInfo,
     EngineStatus,
     ErrorCode,
@@ -160,9 +162,27 @@ class ScriptedEngine:
             self._log.flush()
         if isinstance(message, AbortRequest):
             self._aborted += self._running.pop(message.rid, None) is not None
+        elif isinstance(message, ControlRequest):
+            frontend = message.id >> RID_FRONTEND_SHIFT
+            self._senders[frontend].send(self._obey(message))
         else:
             self._accepted += 1
             self._running[message.rid] = _scripted(message)
+
+    def _obey(self, order: ControlRequest) -> ControlAnswer:
+        match order.command:
+            case "abort_named" | "abort_all":
+                named = [
+                    running
+                    for running in self._running.values()
+                    if order.command == "abort_all" or running.request.name == order.argument
+                ]
+                for running in named:
+                    running.fail_after, running.fail_code = 0, "aborted"
+                return ControlAnswer(order.id, True, str(len(named)))
+            case "flush_cache" if self._running:
+                return ControlAnswer(order.id, False, "requests are in work")
+        return ControlAnswer(order.id, True, f"{order.command} done")
 
     def _step(self) -> None:
         """One token for everyone, in one message per frontend."""
@@ -181,13 +201,22 @@ class ScriptedEngine:
         tokens: list[int] = []
         finished: list[Finished] = []
         logprobs: dict[int, Logprobs] = {}
+        cached: dict[int, int] = {}
+        scores: dict[int, list[Logprobs]] = {}
         for running in group:
             request, sent = running.request, running.sent
-            if running.hang_after is not None and sent >= running.hang_after:
-                continue
             if running.fail_after is not None and sent >= running.fail_after:
                 finished.append(self._end(running, "error"))
                 continue
+            if running.hang_after is not None and sent >= running.hang_after:
+                continue
+            if sent == 0:
+                cached[request.rid] = _cached_tokens(request)
+                if request.sampling.prompt_logprobs is not None:
+                    scores[request.rid] = self._scores(request)
+                if request.sampling.max_new_tokens == 0:
+                    finished.append(self._end(running, "length"))
+                    continue
             token = self._next_token(running)
             running.sent += 1
             if request.sampling.logprobs is not None:
@@ -197,7 +226,7 @@ class ScriptedEngine:
             reason = self._reason(running, token)
             if reason is not None:
                 finished.append(self._end(running, reason, token))
-        return StepTokens(rids=rids, tokens=tokens, finished=finished, logprobs=logprobs or None)
+        return StepTokens(rids, tokens, finished, logprobs or None, cached or None, scores or None)
 
     def _next_token(self, running: _Running) -> int:
         prompt = running.request.input_ids
@@ -223,19 +252,33 @@ class ScriptedEngine:
             reason=reason,
             prompt_tokens=len(request.input_ids),
             completion_tokens=running.sent,
-            cached_tokens=len(request.input_ids) // 2,
+            cached_tokens=_cached_tokens(request),
             matched_token=token if reason == "stop" else None,
             error_code=running.fail_code if failed else None,
             error_message="scripted failure" if failed else "",
         )
 
     def _logprobs(self, running: _Running, token: int) -> Logprobs:
-        k = running.request.sampling.logprobs or 0
+        return self._told(token, -0.5 * running.sent, running.request.sampling.logprobs or 0)
+
+    def _scores(self, request: GenerateRequest) -> list[Logprobs]:
+        """-0.25 for token 1 of the prompt, -0.5 for token 2 and so on."""
+        sampling, ids = request.sampling, request.input_ids
+        return [
+            self._told(ids[at], -0.25 * at, sampling.prompt_logprobs or 0)
+            for at in range(sampling.prompt_logprobs_start, len(ids))
+        ]
+
+    def _told(self, token: int, logprob: float, k: int) -> Logprobs:
         return Logprobs(
-            logprob=-0.5 * running.sent,
+            logprob=logprob,
             top_ids=[(token + step) % self.config.vocab_size for step in range(k)],
-            top_logprobs=[-0.5 * running.sent - step for step in range(k)],
+            top_logprobs=[logprob - step for step in range(k)],
         )
+
+
+def _cached_tokens(request: GenerateRequest) -> int:
+    return len(request.input_ids) // 2
 
 
 def _scripted(request: GenerateRequest) -> _Running:

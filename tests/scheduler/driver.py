@@ -29,6 +29,7 @@ class Answer:
     step_id: int
     tokens: list[int]
     logprobs: dict[int, Any] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Any] = field(default_factory=dict)
 
 
 def constant(_plan: Plan, _index: int) -> int:

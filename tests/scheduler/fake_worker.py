@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from duograph.runners.batch import ForwardBatch, ForwardMode, StepResult, TokenLogprobs
+from duograph.runners.profiler import StepProfiler
 from duograph.scheduler.admission import EngineLimits
 
 LIMITS = EngineLimits(
@@ -44,6 +45,7 @@ class FakeWorker:
         self._fail_at_step = fail_at_step
         self._seeds = [0] * (LIMITS.max_running_requests + 1)
         self.closed = False
+        self.profiler = StepProfiler(None, lambda work: work())
 
     def launch(self, batch: ForwardBatch) -> Pending:
         self.launched.append(len(self.launched))

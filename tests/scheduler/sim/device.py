@@ -32,6 +32,7 @@ class Result:
     step_id: int
     tokens: list[int]
     logprobs: dict[int, Best] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Best]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,24 @@ class CheckingDevice:
             index: Best(-float(tokens[index]), list(range(k)), [0.0] * k)
             for index, k in plan.logprobs.items()
         }
-        return Result(plan.step_id, tokens, best)
+        return Result(plan.step_id, tokens, best, self._score(plan, arrays))
+
+    def _score(self, plan: Plan, arrays: StepArrays) -> dict[int, list[Best]]:
+        """What a row says of the token after it follows from its prefix, like everything."""
+        ends = np.cumsum(arrays.seq_lens - plan.starts) if plan.is_extend else None
+        found = {}
+        for index, span in plan.prompt_logprobs.items():
+            assert ends is not None and span.begin < span.end, "only prefill has prompt rows"
+            assert plan.starts[index] + span.skip == span.begin - 1
+            first = int(ends[index] - arrays.seq_lens[index] + span.begin - 1)
+            states = self._slots[arrays.out_cache_loc[first : first + span.end - span.begin]]
+            found[index] = [Best(score_of(int(state)), [], []) for state in states]
+        return found
+
+
+def score_of(state: int) -> float:
+    """The log-probability of whatever follows the prefix with this hash."""
+    return -float(state % 1_000)
 
 
 def _where(wrong: np.ndarray) -> list[list[int]]:

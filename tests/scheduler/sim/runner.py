@@ -13,6 +13,7 @@ RUN_STEPS = 130  # with arrivals; draining adds to them
 # At least so many times, or the runs have not shown much.
 MUST_REACH = {
     "retraction": 100,
+    "prompt scored": 100,
     "eviction": 100,
     "chunk split": 100,
     "cache hit": 100,

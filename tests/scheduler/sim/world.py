@@ -23,7 +23,7 @@ from duograph.scheduler.messages import (
 from duograph.scheduler.request import Request, RequestState
 from duograph.scheduler.scheduler import MAX_FAULTS, EngineFault, Scheduler
 from duograph.scheduler.step import Event, Plan, Step
-from duograph.tests.scheduler.sim.device import CheckingDevice, Launched, Result
+from duograph.tests.scheduler.sim.device import CheckingDevice, Launched, Result, score_of
 from duograph.tests.scheduler.sim.invariants import check_books, check_plan
 from duograph.tests.scheduler.sim.options import Options
 from duograph.tests.scheduler.sim.oracle import EOS, VOCAB, Task, create_task
@@ -54,6 +54,8 @@ class Client:
     k: int | None  # logprobs asked for
     received: list[int] = field(default_factory=list)
     may_fail: set[str] = field(default_factory=set)  # error codes that are right
+    scored_from: int | None = None  # the first prompt token whose score was asked for
+    scores: list[float] = field(default_factory=list)
 
     def token(self, token: int) -> None:
         assert len(self.received) < len(self.task.answer), f"{self.rid}: token after the last"
@@ -71,6 +73,9 @@ class Client:
             return
         assert finished.reason == self.task.reason
         assert self.received == self.task.answer
+        begin, end = self.scored_from, len(self.task.prompt)
+        wanted = self.task.hashes[:0] if begin is None else self.task.hashes[begin - 1 : end - 1]
+        assert self.scores == [score_of(int(state)) for state in wanted]
         matched = self.received[-1] if finished.reason == "stop" else None
         assert finished.matched_token == matched
 
@@ -232,6 +237,8 @@ class World:
             stop_ids=frozenset(extra if ignore_eos else [*extra, EOS]),
         )
         k = rng.randint(0, 3) if rng.random() < 0.1 else None
+        aside = random.Random(f"{options.seed} {task.seed}")  # the other choices stay as they were
+        scored_from = aside.randint(1, len(prompt)) if aside.random() < 0.1 else None
         sampling = SamplingParams(
             max_new_tokens=max_new,
             min_new_tokens=task.min_new,
@@ -239,11 +246,13 @@ class World:
             ignore_eos=ignore_eos,
             seed=task.seed,
             logprobs=k,
+            prompt_logprobs=None if scored_from is None else 0,
+            prompt_logprobs_start=scored_from or 1,
             top_k=5 if rng.random() < 0.1 else -1,
             presence_penalty=1.0 if rng.random() < 0.1 else 0.0,
         )
         self.tasks[task.seed] = task
-        client = self._clients[rid] = Client(rid, task, k)
+        client = self._clients[rid] = Client(rid, task, k, scored_from=scored_from)
         need = len(prompt) + max_new
         if need > min(self.limits.context_length, self.limits.max_total_num_tokens):
             client.may_fail.add("context_length_exceeded")
@@ -296,6 +305,10 @@ class World:
                 assert (best is None) == (client.k is None)
                 if best is not None:
                     assert best.logprob == -float(token) and len(best.top_ids) == client.k
+            for rid, entries in (message.prompt_logprobs or {}).items():
+                asked = self._leaving[rid] if rid in self._leaving else self._clients[rid]
+                asked.scores += [entry.logprob for entry in entries]
+                self.reached["prompt scored"] += 1
             for finished in message.finished:
                 assert finished.rid >> RID_FRONTEND_SHIFT == frontend
                 pool = self._leaving if finished.rid in self._leaving else self._clients
