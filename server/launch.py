@@ -6,6 +6,7 @@ sentence and its exit code, and undoes what was done before. No torch, no HTTP f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -56,9 +57,12 @@ class Plan:
     config: ServeConfig
     model: LocalModel
     api_keys: tuple[str, ...]
-    listener: socket.socket
+    listeners: tuple[socket.socket, ...]  # one for each frontend
     run_dir: Path
-    num_frontends: int
+
+    @property
+    def num_frontends(self) -> int:
+        return len(self.listeners)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -76,7 +80,8 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> ExitCode:
     _prepare_process(config)
     try:
         with interruptible():
-            listener = tcp.bind(config.http.host, config.http.port)
+            workers = config.http.frontend_workers or default_frontend_workers()
+            listeners = tcp.bind(config.http.host, config.http.port, workers)
             for line in (*config.notes, *warnings):
                 _log.warning("%s", line)
             model = resolve_model(
@@ -96,9 +101,10 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> ExitCode:
         return ExitCode.OK
     parent = parent_folder(environ)
     sweep_stale(parent)
-    with listener, RunFolder(parent) as folder:
-        workers = config.http.frontend_workers or default_frontend_workers()
-        plan = Plan(config, model, api_keys, listener, folder.path, workers)
+    with contextlib.ExitStack() as closing, RunFolder(parent) as folder:
+        for listener in listeners:
+            closing.enter_context(listener)
+        plan = Plan(config, model, api_keys, tuple(listeners), folder.path)
         try:
             return _run_tree(plan, environ)
         except tcp.PortInUse as error:
@@ -163,18 +169,21 @@ def _run_tree(plan: Plan, environ: Mapping[str, str]) -> ExitCode:
     report = StartupReport(bars=sys.stderr.isatty() and http.log_format == "text")
     children: list[Child] = []
     try:
-        tcp.listen(plan.listener)
-        _log.info("Listening on %s", tcp.url_of(plan.listener, http.host))
+        tcp.listen(plan.listeners)
+        _log.info("Listening on %s", tcp.url_of(plan.listeners[0], http.host))
         # All children first: starting a process is safest while this one has one thread.
         children.append(_start_scheduler(plan, environ))
         for index in range(plan.num_frontends):
             children.append(_start_frontend(plan, index, environ))
+        url = tcp.url_of(plan.listeners[0])
+        for listener in plan.listeners:
+            listener.close()  # or connections would queue up here for a frontend that has ended
         with zmq.Context() as context:
             messages: Receiver[ToSupervisor] = Receiver(
                 context, supervisor_address(str(plan.run_dir)), ToSupervisor
             )
             try:
-                return _supervisor(plan, children, messages, signals, report).run()
+                return _supervisor(plan, url, children, messages, signals, report).run()
             finally:
                 messages.close()
     finally:
@@ -186,13 +195,13 @@ def _run_tree(plan: Plan, environ: Mapping[str, str]) -> ExitCode:
 
 def _supervisor(
     plan: Plan,
+    url: str,
     children: list[Child],
     messages: Receiver[ToSupervisor],
     signals: SignalQueue,
     report: StartupReport,
 ) -> Supervisor:
     http = plan.config.http
-    url = tcp.url_of(plan.listener)
     key = plan.api_keys[0] if plan.api_keys else None
 
     def first_request() -> str | None:
@@ -229,11 +238,12 @@ def _start_scheduler(plan: Plan, environ: Mapping[str, str]) -> Child:
 
 def _start_frontend(plan: Plan, index: int, environ: Mapping[str, str]) -> Child:
     runner, scheduler = plan.config.runner, plan.config.scheduler
+    listener = plan.listeners[index]
     config = FrontendConfig(
         http=replace(plan.config.http, api_key=None, api_key_file=None),
         run_dir=str(plan.run_dir),
         index=index,
-        listen_fd=plan.listener.fileno(),
+        listen_fd=listener.fileno(),
         parent_pid=os.getpid(),
         model_folder=str(plan.model.folder),
         served_names=plan.served_names,
@@ -244,8 +254,8 @@ def _start_frontend(plan: Plan, index: int, environ: Mapping[str, str]) -> Child
         api_keys=plan.api_keys,
     )
     role = f"frontend {index}"
-    keep_fds = (plan.listener.fileno(),)
-    return start_child(role, "duograph.server.frontend", config, environ=environ, keep_fds=keep_fds)
+    fds = (listener.fileno(),)
+    return start_child(role, "duograph.server.frontend", config, environ=environ, keep_fds=fds)
 
 
 def flag_values(config: ServeConfig) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,39 +78,93 @@ def test_a_deep_runtime_folder_is_passed_over(tmp_path: Path) -> None:
     assert parent_folder({"XDG_RUNTIME_DIR": str(short)}) == short
 
 
-def test_port_0_is_chosen_by_the_system_and_a_used_port_is_named() -> None:
-    with tcp.bind("127.0.0.1", 0) as first:
-        tcp.listen(first)
-        port = first.getsockname()[1]
-        assert port > 0 and tcp.url_of(first) == f"http://127.0.0.1:{port}"
+Bind = Callable[..., list[socket.socket]]
+
+
+@pytest.fixture
+def bind() -> Iterator[Bind]:
+    """As ``tcp.bind``; the sockets are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def bound(host: str, port: int, count: int = 1) -> list[socket.socket]:
+            return [stack.enter_context(one) for one in tcp.bind(host, port, count)]
+
+        yield bound
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_port_0_is_chosen_by_the_system_and_a_used_port_is_named(bind: Bind, count: int) -> None:
+    first = bind("127.0.0.1", 0, count)
+    tcp.listen(first)
+    port = first[0].getsockname()[1]
+    assert len(first) == count and {one.getsockname()[1] for one in first} == {port}
+    assert port > 0 and tcp.url_of(first[0]) == f"http://127.0.0.1:{port}"
+    for others in (1, 3):
         with pytest.raises(tcp.PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
-            tcp.bind("127.0.0.1", port)
+            tcp.bind("127.0.0.1", port, others)
 
 
-def test_two_that_bound_the_same_port_cannot_both_listen() -> None:
-    with tcp.bind("127.0.0.1", 0) as first, tcp.bind("127.0.0.1", first.getsockname()[1]) as second:
-        tcp.listen(first)
-        with pytest.raises(tcp.PortInUse):
-            tcp.listen(second)
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_that_bound_the_same_port_cannot_both_listen(bind: Bind, count: int) -> None:
+    first = bind("127.0.0.1", 0, count)
+    second = bind("127.0.0.1", first[0].getsockname()[1], count)
+    tcp.listen(first)
+    with pytest.raises(tcp.PortInUse):
+        tcp.listen(second)
 
 
-def test_a_bound_port_refuses_connections_until_it_listens() -> None:
-    with tcp.bind("127.0.0.1", 0) as listener:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(listener.getsockname())
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_bound_port_refuses_connections_until_it_listens(bind: Bind, count: int) -> None:
+    listeners = bind("127.0.0.1", 0, count)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listeners[0].getsockname())
+
+
+def test_the_kernel_spreads_connections_over_the_sockets_of_a_port(bind: Bind) -> None:
+    listeners = bind("127.0.0.1", 0, 4)
+    tcp.listen(listeners)
+    with contextlib.ExitStack() as stack:
+        for _ in range(256):
+            stack.enter_context(socket.create_connection(listeners[0].getsockname()))
+        counts = [_accept_all(listener) for listener in listeners]
+    assert sum(counts) == 256
+    assert min(counts) >= 32  # the mean is 64; by chance less than once in 100,000 runs
+
+
+def test_a_socket_that_is_closed_gets_no_more_connections(bind: Bind) -> None:
+    listeners = bind("127.0.0.1", 0, 2)
+    tcp.listen(listeners)
+    address = listeners[0].getsockname()
+    listeners[0].close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(socket.create_connection(address))
+        assert _accept_all(listeners[1]) == 16
+
+
+def _accept_all(listener: socket.socket) -> int:
+    listener.setblocking(False)
+    count = 0
+    while True:
+        try:
+            listener.accept()[0].close()
+        except BlockingIOError:
+            return count
+        count += 1
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "a" * 300])
 def test_a_foreign_host_is_named(host: str) -> None:
-    with pytest.raises(tcp.AddressError, match="--host"):
-        tcp.bind(host, 0)
+    for count in (1, 3):
+        with pytest.raises(tcp.AddressError, match="--host"):
+            tcp.bind(host, 0, count)
 
 
-def test_wildcard_addresses_are_reached_over_loopback() -> None:
-    with tcp.bind("0.0.0.0", 0) as listener:
-        port = listener.getsockname()[1]
-        assert tcp.url_of(listener) == f"http://127.0.0.1:{port}"
-        assert tcp.url_of(listener, "::") == f"http://[::]:{port}"
+def test_wildcard_addresses_are_reached_over_loopback(bind: Bind) -> None:
+    [listener] = bind("0.0.0.0", 0)
+    port = listener.getsockname()[1]
+    assert tcp.url_of(listener) == f"http://127.0.0.1:{port}"
+    assert tcp.url_of(listener, "::") == f"http://[::]:{port}"
 
 
 def test_children_get_no_secret_and_no_leave_to_go_online() -> None:
