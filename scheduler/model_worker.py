@@ -41,7 +41,6 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     stages = StageClock()
     import torch
 
-    stages.lap("import_torch")
     from duograph.runners.memory import GIB, available_bytes
     from duograph.runners.model_config import ModelConfig
     from duograph.runners.models.loader import load_model
@@ -49,7 +48,7 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     from duograph.runners.worker import ModelWorker
 
     runner = replace(config.runner, model_path=config.model_folder)
-    stages.lap("import_runners")
+    stages.lap("imports")
     device = torch.device(resolve_device(runner.device))
     progress("loading_weights", 0, 0)
     model_config = ModelConfig.from_folder(Path(config.model_folder))

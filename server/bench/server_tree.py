@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,7 @@ import psutil
 START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 60.0
 LAST_LINES = 8
-_LISTENING = re.compile(r"Listening on (http://\S+)")
+_LISTENING = re.compile(r"Listening on (http://[^\s\"]+)")  # of a text or a JSON line
 _READY = "The server is fired up and ready to roll!"
 
 
@@ -31,8 +31,11 @@ class ServerTreeError(RuntimeError):
 class ServerTree:
     """A context manager; ``url`` and the processes are there once it is entered."""
 
-    def __init__(self, flags: Sequence[str], log: Path) -> None:
-        """``log`` gets what the server says."""
+    def __init__(
+        self, flags: Sequence[str], log: Path, *, environ: Mapping[str, str] | None = None
+    ) -> None:
+        """``log`` gets what the server says; ``environ`` stands for this process's own."""
+        self._environ = environ
         self._flags = list(flags)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,7 +48,7 @@ class ServerTree:
         started = time.monotonic()
         with open(self._log, "wb") as file:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=self._environ
             )
         try:
             while _READY not in (text := self._text()):
