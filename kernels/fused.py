@@ -37,6 +37,19 @@ def add_rms_norm(
     return _rms_norm(added, weight, eps), added
 
 
+def add_rms_norm_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``add_rms_norm``, in the memory of ``x`` and ``residual``, which must not be read
+    afterwards: long prefill steps hold two tensors less."""
+    if x.is_cuda:
+        from duograph.kernels import fused_triton
+
+        return fused_triton.add_rms_norm_(x, residual, weight, eps)
+    residual.add_(x)
+    return _rms_norm(residual, weight, eps), residual
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """In float32 from one vectorised reduction and ops on one value per row: 11 us a call of one
     row, where F.rms_norm's chain over whole rows takes 35 (measured on one AVX2 core)."""

@@ -39,13 +39,21 @@ def add_rms_norm(
     Raises:
         ValueError: an input is not contiguous or the shapes differ.
     """
-    if x.shape != residual.shape or not (x.is_contiguous() and residual.is_contiguous()):
-        raise ValueError("add_rms_norm needs two contiguous tensors of one shape")
-    out = torch.empty_like(x)
-    added = torch.empty_like(x)
-    rows = x.numel() // x.shape[-1]
-    _launch_norm(x, residual, weight, out, added, eps, (rows, 1, x.shape[-1], 0))
+    out, added = torch.empty_like(x), torch.empty_like(x)
+    _launch_add_norm(x, residual, weight, out, added, eps)
     return out, added
+
+
+def add_rms_norm_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``fused.add_rms_norm_``: a program reads all of its rows before it writes one.
+
+    Raises:
+        ValueError: an input is not contiguous or the shapes differ.
+    """
+    _launch_add_norm(x, residual, weight, x, residual, eps)
+    return x, residual
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -133,6 +141,20 @@ def _two_level_rows(x: torch.Tensor) -> tuple[int, int, int, int]:
     if not x.is_contiguous():
         raise ValueError(f"rms_norm takes views of 2 or 3 dimensions, got {x.dim()}")
     return x.numel() // x.shape[-1], 1, x.shape[-1], 0
+
+
+def _launch_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    added: torch.Tensor,
+    eps: float,
+) -> None:
+    if x.shape != residual.shape or not (x.is_contiguous() and residual.is_contiguous()):
+        raise ValueError("add_rms_norm needs two contiguous tensors of one shape")
+    rows = x.numel() // x.shape[-1]
+    _launch_norm(x, residual, weight, out, added, eps, (rows, 1, x.shape[-1], 0))
 
 
 def _launch_norm(

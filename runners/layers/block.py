@@ -1,16 +1,48 @@
-"""The decoder block: attention and gated MLP, each behind a norm, on one residual stream."""
+"""The decoder block: attention and gated MLP, each behind a norm, on one residual stream.
+
+A long prefill step needs most of its memory here, so the block works in place where it can: the
+residual stays where it is, and the MLP takes its rows in chunks and leaves the result in its
+input.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from duograph.kernels import fused
+from duograph.kernels.custom_op import register_custom_op
 from duograph.runners.layers.attention import Attention
 from duograph.runners.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from duograph.runners.layers.norm import RMSNorm
 from duograph.runners.layers.weights import SINGLE, TPGroup
 from duograph.runners.model_config import ModelConfig
+
+MLP_ROWS = 2048  # of one chunk
+
+
+@register_custom_op("gated_mlp", mutates=("x",))
+def gated_mlp(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> None:
+    """Replaces ``x`` [T, hidden_size] by ``down(silu(gate(x)) * up(x))``, ``MLP_ROWS`` rows at a
+    time.
+
+    Opaque to the tracer, which sees one number of tokens and would make one loop for all.
+    gate_up: [2n, hidden_size]; down: [hidden_size, n]; biases: [2n] and [hidden_size].
+    """
+    for rows in torch.split(x, MLP_ROWS):
+        inner = fused.silu_and_mul(F.linear(rows, gate_up, gate_up_bias))
+        if down_bias is None:
+            torch.mm(inner, down.t(), out=rows)
+        else:
+            torch.addmm(down_bias, inner, down.t(), out=rows)
+        del inner  # or it would live beside the next one
 
 
 class GatedMLP(nn.Module):
@@ -43,7 +75,13 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(fused.silu_and_mul(self.gate_up_proj(x)))
+        """[T, hidden_size] to the same; ``x`` must not be read afterwards."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if torch.compiler.is_compiling() or len(x) > MLP_ROWS:
+            if gate_up.weight is not None and down.weight is not None:  # not packed
+                gated_mlp(x, gate_up.weight, down.weight, gate_up.bias, down.bias)
+                return x
+        out: torch.Tensor = down(fused.silu_and_mul(gate_up(x)))
         return out
 
 
@@ -69,13 +107,14 @@ class DecoderBlock(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden_size] twice: the branch's output, not yet added, and the residual."""
+        """[T, hidden_size] twice: the branch's output, not yet added, and the residual. Neither
+        argument may be read afterwards."""
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
+            hidden, residual = self.input_layernorm.add_(hidden, residual)
         hidden = self.self_attn(hidden, positions)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        hidden, residual = self.post_attention_layernorm.add_(hidden, residual)
         return self.mlp(hidden), residual
 
     def forward_row(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -27,5 +27,9 @@ class RMSNorm(nn.Module):
         """Norm of the sum, and the sum."""
         return fused.add_rms_norm(x, residual, self.weight, self.eps)
 
+    def add_(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``add``, in the memory of its arguments, which must not be read afterwards."""
+        return fused.add_rms_norm_(x, residual, self.weight, self.eps)
+
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         yield f"{name}.weight", WeightSlot(self.weight)

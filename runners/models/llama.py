@@ -54,7 +54,7 @@ class LlamaModel(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions)
         assert residual is not None  # there is a layer
-        hidden, _ = self.norm.add(hidden, residual)
+        hidden, _ = self.norm.add_(hidden, residual)
         return hidden
 
     def forward_row(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

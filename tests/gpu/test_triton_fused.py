@@ -34,6 +34,8 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     normed, added = fused.add_rms_norm(x.cuda(), residual.cuda(), weight.cuda(), 1e-5)
     assert torch.equal(added.cpu(), x + residual)
     close(normed, fused.rms_norm((x + residual).float(), weight.float(), 1e-5).to(dtype))
+    in_place = fused.add_rms_norm_(x.cuda(), residual.cuda(), weight.cuda(), 1e-5)
+    assert torch.equal(in_place[0], normed) and torch.equal(in_place[1], added)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,6 +17,9 @@ def test_norm_and_activation_match_their_formulas() -> None:
     torch.testing.assert_close(normed, expected)
     torch.testing.assert_close(fused.rms_norm(total, weight, 1e-5), expected)
     assert torch.equal(added, total)
+    in_place = fused.add_rms_norm_(x.clone(), residual, weight, 1e-5)
+    assert torch.equal(in_place[0], normed) and torch.equal(in_place[1], total)
+    assert in_place[1] is residual
     gate, up = x.chunk(2, dim=-1)
     torch.testing.assert_close(fused.silu_and_mul(x), gate * torch.sigmoid(gate) * up)
 

@@ -175,6 +175,9 @@ def test_norms_match_their_twins(width: int) -> None:
     )
     mine, twin = (f.add_rms_norm(x, residual, weight, 1e-5) for f in (fused_triton, fused))
     torch.testing.assert_close(mine, twin)
+    in_place = fused_triton.add_rms_norm_(x, residual, weight, 1e-5)
+    assert in_place[0] is x and in_place[1] is residual
+    assert torch.equal(x, mine[0]) and torch.equal(residual, mine[1])
 
 
 def test_norm_of_heads_inside_a_fused_projection() -> None:

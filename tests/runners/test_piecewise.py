@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import shutil
+import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from duograph.kernels.custom_op import is_split_op, register_custom_op
 from duograph.runners.graph import Captured, CaptureError
 from duograph.runners.piecewise import PieceSequence, TorchCompileCutter
-from duograph.runners.recorded_graph import RecordedGraphBackend
+from duograph.runners.recorded_graph import RecordedGraph, RecordedGraphBackend
 
 # tracing takes a second a test
 pytestmark = pytest.mark.slow
@@ -146,6 +148,35 @@ def test_a_smaller_level_takes_no_memory_of_its_own() -> None:
     # but for its result, which is never dropped
     extra = three.backend.pool_bytes() - one.backend.pool_bytes()
     assert extra <= 2 * 64 * WIDTH * 4
+
+
+class Watching(RecordedGraphBackend):
+    """Remembers what pieces return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[weakref.ref[torch.Tensor]] = []
+
+    def capture(
+        self, function: Captured, *, warmups: int = 0
+    ) -> tuple[RecordedGraph, tuple[torch.Tensor, ...]]:
+        def watched() -> Sequence[torch.Tensor]:
+            results = function()
+            self.results += map(weakref.ref, results)
+            return results
+
+        return super().capture(watched, warmups=warmups)
+
+
+def test_nothing_keeps_what_a_piece_has_returned_at_capture() -> None:
+    """On CUDA such a tensor is graph memory that no later piece can have."""
+    model, ids = Toy(3), torch.zeros(8, dtype=torch.int64)
+    cutter, backend = TorchCompileCutter("eager"), Watching()
+    cutter.prepare(model, ids[:5], ids[:5].clone())
+    sequence = cutter.capture(backend, ids, ids.clone(), 1)
+    gc.collect()
+    assert len(backend.results) > sequence.num_pieces
+    assert [ref() for ref in backend.results if ref() is not None] == []
 
 
 class NoCapture:
