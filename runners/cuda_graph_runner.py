@@ -169,6 +169,10 @@ class CudaGraphRunner:
     def stats(self) -> dict[int, SizeStats]:
         return {size: self._entries[size].stats for size in self.sizes}
 
+    def graphs(self, size: int) -> list[Graph]:
+        """The one graph of a captured size."""
+        return [self._entries[size].graph]
+
     def forward_for(self, size: int) -> Transformer:
         """The forward that the graph of ``size`` holds."""
         if size > self._compile_max_bs:

@@ -21,7 +21,7 @@ import torch
 from torch.fx.passes.split_module import split_module
 
 from duograph.kernels.custom_op import is_split_op
-from duograph.runners.graph import CaptureError, GraphBackend
+from duograph.runners.graph import CaptureError, Graph, GraphBackend
 from duograph.runners.parts import Transformer
 from duograph.runners.piece_compiler import compile_pieces
 
@@ -36,17 +36,31 @@ class PieceSequence:
 
     Attributes:
         output: hidden states [level, hidden_size]; pool memory, good until the next replay.
+        pieces: the graphs among the steps, in order.
+        head: steps before the first split op.
     """
 
     output: torch.Tensor
     steps: list[Callable[[], object]] = field(default_factory=list)
-    num_pieces: int = 0
+    pieces: list[Graph] = field(default_factory=list)
+    head: int = 0
     seconds: float = 0.0
     nbytes: int = 0
 
     def replay(self) -> None:
         """Split ops in the program read the forward context of the caller."""
-        for step in self.steps:
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """What comes before the first split op, and so needs nothing but the static inputs. The
+        device computes it while the host prepares what the split ops read."""
+        for step in self.steps[: self.head]:
+            step()
+
+    def finish(self) -> None:
+        """The rest."""
+        for step in self.steps[self.head :]:
             step()
 
 
@@ -174,7 +188,8 @@ class _LevelCapture:
         self._steps: list[Callable[[], object]] = []
         self._values: dict[torch.fx.Node, Any] = {}
         self._owners: dict[torch.fx.Node, list[torch.Tensor]] = {}
-        self._num_pieces = 0
+        self._graphs: list[Graph] = []
+        self._head: int | None = None
         self._seconds = 0.0
         self._nbytes = 0
 
@@ -197,14 +212,21 @@ class _LevelCapture:
             for dead in last_reads.get(node, ()):
                 self._owners.pop(dead, None)
         assert output is not None
-        return PieceSequence(output, self._steps, self._num_pieces, self._seconds, self._nbytes)
+        return PieceSequence(
+            output,
+            self._steps,
+            head=len(self._steps) if self._head is None else self._head,
+            pieces=self._graphs,
+            seconds=self._seconds,
+            nbytes=self._nbytes,
+        )
 
     def _capture_piece(self, node: torch.fx.Node) -> None:
         arguments = self._resolve(node.args)
         piece = _PieceCall(self._pieces[str(node.target)], arguments)
         graph, outputs = self._backend.capture(piece, warmups=self._warmups)
         self._steps.append(graph.replay)
-        self._num_pieces += 1
+        self._graphs.append(graph)
         self._seconds += graph.seconds
         self._nbytes += graph.nbytes
         self._values[node] = piece.rebuild([self._backend.alias(tensor) for tensor in outputs])
@@ -212,6 +234,8 @@ class _LevelCapture:
         self._owners[node] = [*outputs, *_sharing(self._owners_of(node), outputs)]
 
     def _call_split(self, node: torch.fx.Node, module: torch.fx.GraphModule) -> None:
+        if self._head is None:
+            self._head = len(self._steps)
         call = _as_one_call(module, self._resolve(node.args))
         result = call()
         if not _tensors(result):

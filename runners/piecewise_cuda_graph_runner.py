@@ -16,7 +16,7 @@ from duograph.runners.batch import ForwardBatch, ForwardOutput
 from duograph.runners.buckets import padded_size
 from duograph.runners.capture import Progress, SizeStats, Wording, capture_largest_first
 from duograph.runners.forward_context import ForwardContext, use_context
-from duograph.runners.graph import GraphBackend
+from duograph.runners.graph import Graph, GraphBackend
 from duograph.runners.parts import RunnerParts, check_extend, last_rows
 from duograph.runners.piecewise import Cutter, PieceSequence
 
@@ -35,6 +35,7 @@ PREFILL_WORDING = Wording(
 @dataclass(slots=True)
 class _Level:
     pieces: PieceSequence
+    context: ForwardContext  # of the capture
     stats: SizeStats
 
 
@@ -73,9 +74,8 @@ class PiecewiseCudaGraphRunner:
         buffers.reset()
         tokens = min(TRACE_TOKENS, buffers.max_tokens)
         with use_context(self._capture_context(tokens)):
-            self.cutter.prepare(
-                parts.model.model, buffers.input_ids[:tokens], buffers.positions[:tokens]
-            )
+            inputs = buffers.extend_inputs(tokens)
+            self.cutter.prepare(parts.model.model, inputs.input_ids, inputs.positions)
 
     def capture(self, progress: Progress) -> None:
         """Captures every level, the largest first; afterwards a trace is an error.
@@ -99,12 +99,13 @@ class PiecewiseCudaGraphRunner:
         buffers.reset()
         context = self._capture_context(level)
         self._parts.attention.prepare(context.meta)
+        inputs = buffers.extend_inputs(level)
         with use_context(context):
             pieces = self.cutter.capture(
-                self._backend, buffers.input_ids[:level], buffers.positions[:level], self._warmups
+                self._backend, inputs.input_ids, inputs.positions, self._warmups
             )
         stats = SizeStats(seconds=pieces.seconds, nbytes=pieces.nbytes)
-        self._levels[level] = _Level(pieces, stats)
+        self._levels[level] = _Level(pieces, context, stats)
         return stats
 
     def refusal(self, batch: ForwardBatch) -> str | None:
@@ -130,13 +131,15 @@ class PiecewiseCudaGraphRunner:
         assert size is not None, "can_run() was not asked"
         level = self._levels[size]
         parts.buffers.load_extend(batch, size)
+        with torch.no_grad(), use_context(level.context):
+            level.pieces.start()
         rows = parts.on_device(batch.req_pool_indices)
         seq_lens = parts.on_device(batch.seq_lens)
-        locations = parts.buffers.out_cache_loc[:size]
+        locations = level.context.meta.out_cache_loc
         context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens, batch.seq_lens)
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
-            level.pieces.replay()
+            level.pieces.finish()
             logits = parts.model.compute_logits(level.pieces.output[last_rows(context)])
         level.stats.count(real, size)
         return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)
@@ -144,9 +147,13 @@ class PiecewiseCudaGraphRunner:
     def stats(self) -> dict[int, SizeStats]:
         return {size: self._levels[size].stats for size in self.sizes}
 
+    def graphs(self, size: int) -> list[Graph]:
+        """The pieces of one captured level, in order."""
+        return self._levels[size].pieces.pieces
+
     def num_pieces(self) -> int:
         """Pieces of one level; 0 before capture."""
-        return next((level.pieces.num_pieces for level in self._levels.values()), 0)
+        return next((len(level.pieces.pieces) for level in self._levels.values()), 0)
 
     def _capture_context(self, level: int) -> ForwardContext:
         """One dummy sequence of one real token; the rest of the level is padding. A piece
@@ -154,5 +161,5 @@ class PiecewiseCudaGraphRunner:
         parts = self._parts
         rows = torch.zeros(1, dtype=torch.int64, device=parts.device)
         seq_lens = torch.ones(1, dtype=torch.int32, device=parts.device)
-        locations = parts.buffers.out_cache_loc[:level]
+        locations = parts.buffers.extend_inputs(level).out_cache_loc
         return parts.extend_context(rows, seq_lens, locations, [1], torch.tensor([1]).int())

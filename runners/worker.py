@@ -122,6 +122,15 @@ class ModelWorker:
         self._stages.lap("tables")
 
     @property
+    def runners(self) -> RunnerSet:
+        """Known after ``build_runners``; for measuring, not for serving."""
+        return self._built()
+
+    @property
+    def sampler(self) -> Sampler:
+        return self._sampler
+
+    @property
     def cuda_stream(self) -> torch.cuda.Stream | None:
         """Where steps run; None on CPU."""
         return self._stream.stream if isinstance(self._stream, CudaStream) else None
@@ -187,7 +196,10 @@ class ModelWorker:
 
     def launch(self, batch: ForwardBatch) -> StepOutput:
         """Runs ``batch`` after all that was launched before, and returns at once."""
-        runner = self._built().pick_runner(batch)
+        return self.launch_with(self._built().pick_runner(batch), batch)
+
+    def launch_with(self, runner: Runner, batch: ForwardBatch) -> StepOutput:
+        """As ``launch``, by a runner that the caller has picked; nothing is counted as eager."""
         output = self._stream.launch(batch, partial(self._step, batch, runner))
         self.profiler.step()
         return output

@@ -7,12 +7,14 @@ import gc
 import shutil
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from duograph.kernels.custom_op import is_split_op, register_custom_op
+from duograph.kernels.custom_op import function_of, is_split_op, register_custom_op
 from duograph.runners.graph import Captured, CaptureError
 from duograph.runners.piecewise import PieceSequence, TorchCompileCutter
 from duograph.runners.recorded_graph import RecordedGraph, RecordedGraphBackend
@@ -103,9 +105,45 @@ class Level:
 
 def test_pieces_lie_between_split_ops() -> None:
     cut = Level(Toy(3), 8)
-    assert cut.sequences[8].num_pieces == 4
+    assert len(cut.sequences[8].pieces) == 4
     assert len(cut.sequences[8].steps) == 7  # and three split ops
     cut.check(8)
+
+
+def test_what_comes_before_the_first_split_op_can_run_ahead() -> None:
+    cut = Level(Toy(2), 8)
+    sequence = cut.sequences[8]
+    assert sequence.head == 1
+    cut.check(8)
+    expected = sequence.output.clone()
+    sequence.output.zero_()
+    with torch.no_grad():
+        sequence.start()
+        assert not torch.equal(sequence.output, expected)
+        sequence.finish()
+    assert torch.equal(sequence.output, expected)
+
+
+class OpNames(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_program_calls_the_function_of_a_split_op_without_the_dispatcher() -> None:
+    cut = Level(Toy(2, reduce=True), 8)
+    with torch.no_grad(), OpNames() as ops:
+        cut.sequences[8].replay()
+    assert ops.names and not any("duograph" in name for name in ops.names)
+    other = torch.ops.aten.add.Tensor
+    assert function_of(other) is other
+    assert function_of(torch.ops.duograph.test_mix_into.default) is not mix_into
 
 
 def test_one_trace_serves_every_level_in_any_order() -> None:
@@ -120,7 +158,7 @@ def test_a_second_registered_split_op_cuts_too() -> None:
     assert is_split_op(ops.test_mix_into) and is_split_op(ops.test_all_reduce.default)
     cut = Level(Toy(2, reduce=True), 8, 4)
     # the last reduce is the end: nothing follows it
-    assert cut.sequences[8].num_pieces == 4
+    assert len(cut.sequences[8].pieces) == 4
     cut.check(4)
     cut.check(8)
 
@@ -175,7 +213,7 @@ def test_nothing_keeps_what_a_piece_has_returned_at_capture() -> None:
     cutter.prepare(model, ids[:5], ids[:5].clone())
     sequence = cutter.capture(backend, ids, ids.clone(), 1)
     gc.collect()
-    assert len(backend.results) > sequence.num_pieces
+    assert len(backend.results) > len(sequence.pieces)
     assert [ref() for ref in backend.results if ref() is not None] == []
 
 
