@@ -47,7 +47,13 @@ def chat_answer(head: AnswerHead, generation: Generation, tokenizer: Tokenizer) 
                 "matched_stop": choice.matched_stop,
             }
         )
-    return _answer("chat.completion", head, choices, generation)
+        if choice.plan.return_token_ids:
+            choices[-1]["token_ids"] = choice.take_token_ids()
+    answer = _answer("chat.completion", head, choices, generation)
+    plan = generation.choices[0].plan  # all have the same prompt
+    if plan.return_token_ids:
+        answer["prompt_token_ids"] = plan.input_ids
+    return answer
 
 
 def completion_answer(
@@ -68,6 +74,9 @@ def completion_answer(
                 "matched_stop": choice.matched_stop,
             }
         )
+        if choice.plan.return_token_ids:
+            choices[-1]["token_ids"] = choice.take_token_ids()
+            choices[-1]["prompt_token_ids"] = choice.plan.input_ids
     return _answer("text_completion", head, choices, generation)
 
 
@@ -114,16 +123,30 @@ class CompletionLogprobs:
         skip = choice.plan.skip_special_tokens
         self._decoder: TextDecoder = tokenizer.new_decoder(skip_special_tokens=skip)
         self._offset = len(choice.plan.echo_text)  # characters of the answer so far
+        self._has_prompt = bool(choice.plan.echo_offsets)  # not yet given out
 
     def take(self) -> dict[str, Any]:
-        """Of the entries that have not been given out yet."""
-        tokens, values, top, offsets = [], [], [], []
-        for entry in self._choice.take_entries():
+        """Of the prompt, if its log-probabilities are wanted, and then of the entries that have
+        not been given out yet. Nothing comes before the first token, so it has null."""
+        tokens: list[str] = []
+        values: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        entries = self._choice.take_entries()
+        if self._has_prompt:
+            self._has_prompt = False
+            first, *others = self._choice.plan.input_ids
+            tokens, values, top = [self._name(first)], [None], [None]
+            offsets = list(self._choice.plan.echo_offsets)
+            told = zip(others, self._choice.prompt_entries, strict=False)
+            entries = [TokenEntry(token, logprobs) for token, logprobs in told] + entries
+        for entry in entries:
             tokens.append(self._name(entry.token))
             values.append(max(entry.logprobs.logprob, LOWEST_LOGPROB))
             top.append(self._top(entry))
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.push((entry.token,)))
+            if len(offsets) < len(tokens):
+                offsets.append(self._offset)
+                self._offset += len(self._decoder.push((entry.token,)))
         return {
             "tokens": tokens,
             "token_logprobs": values,

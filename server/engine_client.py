@@ -20,6 +20,9 @@ from duograph.scheduler.channel import Receiver, Sender
 from duograph.scheduler.messages import (
     RID_FRONTEND_SHIFT,
     AbortRequest,
+    Command,
+    ControlAnswer,
+    ControlRequest,
     EngineInfo,
     EngineStatus,
     Finished,
@@ -34,6 +37,7 @@ from duograph.server import errors
 
 logger = logging.getLogger(__name__)
 
+CONTROL_TIMEOUT_S = 30.0  # one step of the engine may come before the answer
 MESSAGES_PER_TURN = 64  # then other work of the event loop gets its turn
 
 
@@ -50,13 +54,18 @@ class Consumer(Protocol):
 class Sequence:
     """One running request of the engine. The consumer takes ``tokens`` with ``take``."""
 
-    __slots__ = ("consumer", "finished", "logprobs", "queued", "rid", "tokens")
+    __slots__ = (
+        "cached_tokens", "consumer", "finished", "logprobs", "prompt_logprobs", "queued", "rid",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, rid: int, consumer: Consumer) -> None:
         self.rid = rid
         self.consumer = consumer
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []  # one per token if the request asked for them
+        self.prompt_logprobs: list[Logprobs] = []  # complete when the first token is there
+        self.cached_tokens: int | None = None  # known with the first token
         self.finished: Finished | None = None
         self.queued = False  # will be handed over at the end of this turn
 
@@ -82,6 +91,7 @@ class EngineClient:
         self._receiver: Receiver[ToFrontend] = Receiver(self._context, own_address, ToFrontend)
         self._sender = Sender(self._context, scheduler_address)
         self._sequences: dict[int, Sequence] = {}
+        self._orders: dict[int, asyncio.Future[ControlAnswer]] = {}
         self._next_rid = frontend_index << RID_FRONTEND_SHIFT
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self.now = time.monotonic()  # when the engine was last heard
@@ -134,18 +144,43 @@ class EngineClient:
         consumer: Consumer,
         *,
         cache_salt: str = "",
+        name: str = "",
+        priority: int = 0,
     ) -> Sequence:
         """Starts one sequence. Raises ApiError 503 if the pipe to the scheduler is full."""
-        rid = self._next_rid
-        self._next_rid += 1
+        rid = self._new_id()
         request = GenerateRequest(
-            rid=rid, input_ids=input_ids, sampling=sampling, cache_salt=cache_salt
+            rid=rid,
+            input_ids=input_ids,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            name=name,
+            priority=priority,
         )
         if not self._sender.send(request):
             raise errors.overloaded()
         sequence = Sequence(rid, consumer)
         self._sequences[rid] = sequence
         return sequence
+
+    async def control(self, command: Command, argument: str = "") -> ControlAnswer:
+        """Gives the engine an order and waits for its answer. Raises ApiError 503 if none comes."""
+        order = ControlRequest(self._new_id(), command, argument)
+        if not self._sender.send(order):
+            raise errors.overloaded()
+        answer: asyncio.Future[ControlAnswer] = asyncio.get_running_loop().create_future()
+        self._orders[order.id] = answer
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            raise errors.engine_dead() from None
+        finally:
+            del self._orders[order.id]
+
+    def _new_id(self) -> int:
+        self._next_rid += 1
+        return self._next_rid - 1
 
     def abort(self, sequence: Sequence) -> None:
         """Stops ``sequence``; nothing of it is handed over afterwards. Does nothing if it has
@@ -207,6 +242,8 @@ class EngineClient:
                 sequence = sequences.get(message.rids[index])
                 if sequence is not None:
                     sequence.logprobs.append(logprobs)
+        if message.cached or message.prompt_logprobs:
+            self._note_prompts(message)
         for finished in message.finished:
             sequence = sequences.pop(finished.rid, None)
             if sequence is not None:
@@ -214,6 +251,15 @@ class EngineClient:
                     sequence.queued = True
                     touched.append(sequence)
                 sequence.finished = finished
+
+    def _note_prompts(self, message: StepTokens) -> None:
+        """What is known of prompts; handed over with the first token or the end."""
+        for rid, tokens in (message.cached or {}).items():
+            if rid in self._sequences:
+                self._sequences[rid].cached_tokens = tokens
+        for rid, entries in (message.prompt_logprobs or {}).items():
+            if rid in self._sequences:
+                self._sequences[rid].prompt_logprobs += entries
 
     def _note(self, message: ToFrontend) -> None:
         match message:
@@ -225,3 +271,7 @@ class EngineClient:
                 self.info = message
             case EngineStatus():
                 self.status = message
+            case ControlAnswer():
+                answer = self._orders.get(message.id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)

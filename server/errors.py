@@ -127,6 +127,8 @@ def from_engine(code: ErrorCode | None, message: str) -> ApiError:
             return ApiError(503, message or "The request took too long", code="timeout")
         case "draining":
             return draining()
+        case "aborted":  # a status that client libraries do not try again
+            return ApiError(400, message or "The request was aborted", code="aborted")
         case _:
             return internal()
 

@@ -33,6 +33,9 @@ class ChoicePlan:
     keep_stop_text: bool = False
     skip_special_tokens: bool = True
     echo_text: str = ""  # the prompt, if the answer begins with it
+    # where each prompt token begins in echo_text, if their logprobs are wanted too
+    echo_offsets: tuple[int, ...] = ()
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Choice:
 
     __slots__ = (
         "_decoder", "_generation", "_stops", "cached_tokens", "completion_tokens", "entries",
-        "error", "finish_reason", "matched_stop", "plan", "sequence",
+        "error", "finish_reason", "matched_stop", "plan", "sequence", "token_ids",
     )  # fmt: skip
 
     def __init__(self, plan: ChoicePlan, decoder: TextDecoder, generation: Generation) -> None:
@@ -79,6 +82,7 @@ class Choice:
         self.completion_tokens = 0
         self.cached_tokens: int | None = None
         self.entries: list[TokenEntry] = []  # not yet given out
+        self.token_ids: list[int] = []  # likewise, if the plan wants them
         self.finish_reason: Literal["stop", "length"] | None = None
         self.matched_stop: int | str | None = None
         self.error: ApiError | None = None
@@ -110,11 +114,15 @@ class Choice:
         )
         if sequence.logprobs:
             self._take_logprobs(tokens[: len(tokens) - hides_last], sequence)
+        self.cached_tokens = sequence.cached_tokens
+        before = self.completion_tokens
         if self._stops is None:
             self.completion_tokens += len(tokens)
             text = self._decoder.push(tokens[:-1] if hides_last else tokens)
         else:
             text = self._push_to_stop(tokens, len(tokens) - hides_last)
+        if self.plan.return_token_ids:
+            self.token_ids += tokens[: self.completion_tokens - before]
         if finished is not None and not self.ended:
             text += self._finish(finished)
         return text
@@ -165,6 +173,15 @@ class Choice:
         entries, sequence.logprobs = sequence.logprobs, []
         self.entries += [TokenEntry(t, e) for t, e in zip(tokens, entries, strict=False)]
 
+    @property
+    def prompt_entries(self) -> list[Logprobs]:
+        """Of the prompt's own tokens, from ``sampling.prompt_logprobs_start`` on."""
+        return [] if self.sequence is None else self.sequence.prompt_logprobs
+
+    def take_token_ids(self) -> list[int]:
+        ids, self.token_ids = self.token_ids, []
+        return ids
+
     def take_entries(self) -> list[TokenEntry]:
         entries, self.entries = self.entries, []
         return entries
@@ -208,18 +225,25 @@ class Generation:
         self._live = len(plans)
         self._begun = self._last_output = time.monotonic()
 
-    def submit(self, *, cache_salt: str) -> None:
+    def submit(self, *, cache_salt: str, name: str = "", priority: int = 0) -> None:
         """Sends all sequences to the engine. Raises ApiError 503, with none of them running."""
         self._metrics.begin(self.usage().prompt_tokens)
         try:
             for choice in self.choices:
                 plan = choice.plan
-                if plan.sampling.max_new_tokens == 0:  # an echo of the prompt needs no engine
+                wants_scores = plan.sampling.prompt_logprobs is not None
+                if plan.sampling.max_new_tokens == 0 and not wants_scores:
+                    # an echo of the prompt needs no engine
                     choice.finish_reason = "length"
                     self._live -= 1
                     continue
                 choice.sequence = self._client.submit(
-                    plan.input_ids, plan.sampling, choice, cache_salt=cache_salt
+                    plan.input_ids,
+                    plan.sampling,
+                    choice,
+                    cache_salt=cache_salt,
+                    name=name,
+                    priority=priority,
                 )
         except ApiError as error:
             self.fail(error)

@@ -43,7 +43,7 @@ TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 _REFUSED = (
     "prompt_embeds", "input_embeds", "audio", "image_data", "video_data", "audio_data",
     "custom_logit_processor", "custom_logit_processors", "logits_processors", "lora_path",
-    "use_beam_search", "prompt_logprobs", "token_ids_logprob", "return_token_ids",
+    "use_beam_search", "prompt_logprobs", "token_ids_logprob",
     "return_hidden_states", "stop_regex", "bad_words", "allowed_token_ids",
     "truncate_prompt_tokens", "regex", "ebnf", "json_schema", "structural_tag",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -118,18 +118,20 @@ class _Common(_Strict):
     ignore_eos: StrictBool = False
     min_tokens: TokenCount = 0
     skip_special_tokens: StrictBool = True
-    spaces_between_special_tokens: StrictBool = True
+    spaces_between_special_tokens: StrictBool = True  # none are put there in any case
+    return_token_ids: StrictBool = False
     logit_bias: LogitBias = {}
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     rid: Annotated[str, Field(max_length=256)] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None
-    priority: Int64 | None = None
+    priority: Int64 | None = None  # smaller goes first, with --schedule-policy priority
 
     @property
     def client_id(self) -> str | None:
-        """What the client calls its request: echoed in the answer's id, and used for nothing."""
+        """What the client calls its request: echoed in the answer's id, and what
+        /abort_request knows it by."""
         return self.rid if self.rid is not None else self.request_id
 
     @property
@@ -242,8 +244,6 @@ class CompletionRequest(_Common):
     def _check_combinations(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
             raise bad_field("best_of", f"must be equal to n ({self.n})")
-        if self.echo and self.logprobs is not None:
-            raise not_supported("logprobs", "with echo not supported yet")
         if self.max_tokens == 0 and not self.echo:
             raise bad_field("max_tokens", "must be at least 1 (0 needs echo: true)")
         return self

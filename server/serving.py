@@ -170,7 +170,11 @@ class Serving:
             metrics=self.metrics,
             streamed=request.stream,
         )
-        generation.submit(cache_salt=request.cache_salt)
+        generation.submit(
+            cache_salt=request.cache_salt,
+            name=request.client_id or "",
+            priority=request.priority or 0,
+        )
         self._generations.add(generation)
         watcher = asyncio.create_task(_watch(receive, generation))
 
@@ -187,6 +191,7 @@ class Serving:
                 chat=isinstance(request, ChatRequest),
                 include_usage=request.include_usage,
                 continuous_usage=request.continuous_usage,
+                token_ids=request.return_token_ids,
                 tokenizer=self.tokenizer,
             )
             return EventStream(generation, chunks, on_close=admission.hand_over())

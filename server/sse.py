@@ -37,8 +37,10 @@ class ChunkFormat:
         chat: bool,
         include_usage: bool,
         continuous_usage: bool,
+        token_ids: bool,
         tokenizer: Tokenizer,
     ) -> None:
+        """``token_ids``: the plans want them."""
         kind = "chat.completion.chunk" if chat else "text_completion"
         fields = orjson.dumps(
             {"id": head.id, "object": kind, "created": head.created, "model": head.model}
@@ -47,6 +49,9 @@ class ChunkFormat:
         self.chat = chat
         self.include_usage = include_usage
         self._continuous = continuous_usage
+        self._token_ids = token_ids
+        self._is_plain = not continuous_usage and not token_ids  # but for logprobs
+        self._told_prompt: set[int] = set()  # choices whose prompt ids have been given out
         self._tokenizer = tokenizer
         self._completion_logprobs: dict[int, CompletionLogprobs] = {}
         self._tail = b"]}\n\n" if not include_usage else b'],"usage":null}\n\n'
@@ -57,11 +62,14 @@ class ChunkFormat:
 
     def role(self, choice: Choice, generation: Generation) -> bytes:
         """The first chunk of a chat choice."""
+        end = self._end(generation)
+        if self._token_ids:
+            end = b'],"prompt_token_ids":%b%b' % (orjson.dumps(choice.plan.input_ids), end[1:])
         return b'%b{"index":%d,%b,"logprobs":null,"finish_reason":null}%b' % (
             self._head,
             choice.plan.index,
             b'"delta":{"role":"assistant","content":""}',
-            self._end(generation),
+            end,
         )
 
     def text(self, choice: Choice, text: str, generation: Generation) -> bytes:
@@ -69,25 +77,27 @@ class ChunkFormat:
         opener = self._openers.get(index)
         if opener is None:
             opener = self._openers[index] = self._head + b'{"index":%d,%b' % (index, self._field)
-        if choice.plan.sampling.logprobs is None and not self._continuous:
+        if choice.plan.sampling.logprobs is None and self._is_plain:
             return opener + orjson.dumps(text) + self._text_end
-        return b'%b%b%b,"logprobs":%b,"finish_reason":null}%b' % (
+        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
             opener,
             orjson.dumps(text),
             self._text_closer,
             self._logprobs(choice),
+            self._ids(choice),
             self._end(generation),
         )
 
     def finish(self, choice: Choice, generation: Generation) -> bytes:
         """The last chunk of a choice: an empty delta and the reason."""
-        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":"%b","matched_stop":%b}%b' % (
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":"%b","matched_stop":%b%b}%b' % (
             self._head,
             choice.plan.index,
             b'"delta":{}' if self.chat else b'"text":""',
             self._logprobs(choice) if choice.entries else b"null",
             str(choice.finish_reason).encode(),
             orjson.dumps(choice.matched_stop),
+            self._ids(choice),
             self._end(generation),
         )
 
@@ -100,6 +110,17 @@ class ChunkFormat:
         if not self._continuous:
             return self._tail
         return b'],"usage":%b}\n\n' % orjson.dumps(generation.usage().as_dict())
+
+    def _ids(self, choice: Choice) -> bytes:
+        """Members of a choice: the ids of the tokens since the last chunk, and in the first one
+        of a completion those of its prompt."""
+        if not self._token_ids:
+            return b""
+        ids = b',"token_ids":%b' % orjson.dumps(choice.take_token_ids())
+        if self.chat or choice.plan.index in self._told_prompt:
+            return ids
+        self._told_prompt.add(choice.plan.index)
+        return b'%b,"prompt_token_ids":%b' % (ids, orjson.dumps(choice.plan.input_ids))
 
     def _logprobs(self, choice: Choice) -> bytes:
         if choice.plan.sampling.logprobs is None:

@@ -49,6 +49,14 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True)
+class Echo:
+    """A prompt that the answer begins with, and the index of each token's first character."""
+
+    text: str = ""
+    offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Translator:
     """Request bodies that have passed the schema, to plans for the engine."""
 
@@ -95,26 +103,43 @@ class Translator:
             for ids in id_lists
         )
         sampling = self._sampling(request, max_tokens, request.logprobs, info)
-        echoes = [""] * len(prompts)
-        if request.echo:
-            echoes = [
-                prompt if isinstance(prompt, str)
-                else self.tokenizer.decode(
-                    prompt, skip_special_tokens=request.skip_special_tokens
-                )
-                for prompt in prompts
-            ]  # fmt: skip
+        if not request.echo:
+            return self._plans(request, id_lists, sampling)
+        scored = request.logprobs is not None
+        if scored:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
+        pairs = zip(prompts, id_lists, strict=True)
+        skip = request.skip_special_tokens
+        echoes = [self._echo(prompt, ids, skip=skip, scored=scored) for prompt, ids in pairs]
         return self._plans(request, id_lists, sampling, echoes)
+
+    def _echo(self, prompt: str | list[int], ids: list[int], *, skip: bool, scored: bool) -> Echo:
+        """The prompt as the answer begins with it, and where its tokens begin if ``scored``."""
+        # a text is given back as it came, with the special tokens that its client wrote out
+        skip = skip and not isinstance(prompt, str)
+        decoder = self.tokenizer.new_decoder(skip_special_tokens=skip)
+        pieces = [decoder.push((token,)) for token in ids]
+        whole = "".join([*pieces, decoder.flush()])
+        text = prompt if isinstance(prompt, str) else whole
+        if not scored:
+            return Echo(text)
+        # what the tokenizer has put before the text, such as a begin mark, has no place in it
+        at = len(text) - len(whole)
+        offsets = []
+        for piece in pieces:
+            offsets.append(min(max(at, 0), len(text)))
+            at += len(piece)
+        return Echo(text, tuple(offsets))
 
     def _plans(
         self,
         request: ChatRequest | CompletionRequest,
         id_lists: list[list[int]],
         sampling: SamplingParams,
-        echoes: Sequence[str] = ("",),
+        echoes: Sequence[Echo] = (),
     ) -> list[ChoicePlan]:
         plans: list[ChoicePlan] = []
-        for input_ids, echo in zip(id_lists, echoes, strict=True):
+        for input_ids, echo in zip(id_lists, echoes or [Echo()] * len(id_lists), strict=True):
             for k in range(request.n):
                 plans.append(
                     ChoicePlan(
@@ -126,7 +151,9 @@ class Translator:
                         stops=tuple(request.stop),
                         keep_stop_text=request.keeps_stop_text,
                         skip_special_tokens=request.skip_special_tokens,
-                        echo_text=echo,
+                        echo_text=echo.text,
+                        echo_offsets=echo.offsets,
+                        return_token_ids=request.return_token_ids,
                     )
                 )
         return plans

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from duograph.kernels import sampling
 from duograph.runners import prompt_logprobs
 from duograph.runners.config import GraphConfig, RunnerConfig
 from duograph.runners.sampling_params import SamplingParams
@@ -35,10 +36,10 @@ class ScoringEngine(OfflineEngine):
                 self.scores.setdefault(rid, []).extend(entries)
         super().send(step)
 
-    def score(self, prompts: list[list[int]], **sampling: Any) -> list[list[Logprobs]]:
+    def score(self, prompts: list[list[int]], **wishes: Any) -> list[list[Logprobs]]:
         self.scores: dict[int, list[Logprobs]] = {}
         first = self._next_rid
-        params = SamplingParams(**({"max_new_tokens": 1, "temperature": 0.0} | sampling))
+        params = SamplingParams(**({"max_new_tokens": 1, "temperature": 0.0} | wishes))
         self.results = self.generate(prompts, [params] * len(prompts))
         return [self.scores.get(first + index, []) for index in range(len(prompts))]
 
@@ -150,13 +151,13 @@ def test_only_a_bounded_number_of_rows_is_in_memory_at_once(
     engine: ScoringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
-    top_logprobs = prompt_logprobs.sampling.top_logprobs
+    top_logprobs = sampling.top_logprobs
 
     def watched(logits: torch.Tensor, *rest: Any) -> Any:
         rows.append(len(logits))
         return top_logprobs(logits, *rest)
 
-    monkeypatch.setattr(prompt_logprobs.sampling, "top_logprobs", watched)
+    monkeypatch.setattr(sampling, "top_logprobs", watched)
     monkeypatch.setattr(prompt_logprobs, "MAX_LOGITS_BYTES", 5 * 4 * VOCAB)
     tokens = prompt(33, seed=5)
     [found] = engine.score([tokens], prompt_logprobs=K)

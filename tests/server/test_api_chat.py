@@ -169,6 +169,7 @@ def test_sampling_fields_reach_the_engine(server: Any, client: Any) -> None:
         "min_p": 0.25, "seed": 9, "presence_penalty": -1.0, "frequency_penalty": 2.0,
         "repetition_penalty": 1.5, "logit_bias": {"11": -100.0, "12": 2.5},
         "stop_token_ids": [5, 6], "ignore_eos": True, "logprobs": None,
+        "prompt_logprobs": None, "prompt_logprobs_start": 1,
     }  # fmt: skip
 
 

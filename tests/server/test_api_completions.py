@@ -131,7 +131,6 @@ def test_streamed_logprobs_are_the_same(client: Any, raw_tokenizer: Any) -> None
     [
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
