@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx.passes.split_module import split_module
 
-from duograph.kernels.custom_op import is_split_op
+from duograph.kernels.custom_op import function_of, is_split_op
 from duograph.runners.graph import CaptureError, Graph, GraphBackend
 from duograph.runners.parts import Transformer
 from duograph.runners.piece_compiler import compile_pieces
@@ -309,8 +309,8 @@ def _unpacks_split_op(node: torch.fx.Node) -> bool:
 
 
 def _as_one_call(module: torch.fx.GraphModule, arguments: Sequence[Any]) -> Callable[[], Any]:
-    """The split op itself with its arguments bound, not the module around it: the program
-    runs it once a layer."""
+    """The function of the split op with its arguments bound, without the module and the
+    dispatcher around it: the program runs it once a layer."""
     nodes = list(module.graph.nodes)
     calls = [node for node in nodes if node.op == "call_function"]
     if len(calls) > 1:
@@ -318,7 +318,7 @@ def _as_one_call(module: torch.fx.GraphModule, arguments: Sequence[Any]) -> Call
     placeholders = [node for node in nodes if node.op == "placeholder"]
     bound = dict(zip(placeholders, arguments, strict=True))
     args, kwargs = torch.fx.node.map_arg((calls[0].args, calls[0].kwargs), bound.__getitem__)
-    return partial(calls[0].target, *args, **kwargs)
+    return partial(function_of(calls[0].target), *args, **kwargs)
 
 
 def _call_and_copy(call: Callable[[], Any], fixed: list[torch.Tensor]) -> None:

@@ -73,7 +73,9 @@ class PiecewiseCudaGraphRunner:
         parts, buffers = self._parts, self._parts.buffers
         buffers.reset()
         tokens = min(TRACE_TOKENS, buffers.max_tokens)
-        with use_context(self._capture_context(tokens)):
+        context = self._capture_context(tokens)
+        parts.attention.prepare(context.meta)
+        with use_context(context):
             inputs = buffers.extend_inputs(tokens)
             self.cutter.prepare(parts.model.model, inputs.input_ids, inputs.positions)
 

@@ -1,7 +1,8 @@
 """Equivalence checks of the graph runners, the same on CPU and CUDA: a replay against the same
 callable run eagerly over the same padded buffers, and against padding that holds other things.
 
-Everything is compared bit by bit: same shapes and kernels leave no room for rounding."""
+Everything is compared bit by bit: same shapes and kernels leave no room for rounding. So a NaN
+equals itself, and a pool full of NaN shows whoever reads a slot that is not his."""
 
 from __future__ import annotations
 
@@ -70,7 +71,39 @@ def without_dummy(state: State) -> list[torch.Tensor]:
 
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    """Bit for bit: -0 is not 0, and NaN equals itself."""
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats as integers of their size."""
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return tensor.view(sizes[tensor.itemsize]) if tensor.is_floating_point() else tensor
+
+
+def fill_pool(worker: ModelWorker, fill: Callable[[torch.Tensor], object]) -> None:
+    """Every slot of every layer, the dummy's too."""
+    pool = runners_of(worker).parts.kv_pool
+    with torch.no_grad(), on_stream(worker):
+        for tensor in (*pool.k, *pool.v):
+            fill(tensor)
+
+
+def replay_faults(worker: ModelWorker, batch: ForwardBatch) -> list[str]:
+    """What is wrong with the replay of ``batch``, if anything: bits that differ from eager's at
+    the same padded size or from another replay's, or that depend on what the padding reads; and
+    slots written that are not the batch's. The step has run once more afterwards."""
+    runs = {name: results_with_dummy_slot(worker, batch, fill) for name, fill in FILLS.items()}
+    replayed, eager = replay_and_eager(worker, batch)
+    faults = [] if same(replayed, eager) else ["other bits than eager"]
+    if replayed[0].isnan().any():
+        faults.append("NaN")
+    for name, (results, changed) in runs.items():
+        if not same(results, replayed):
+            faults.append(f"other bits with {name} in the dummy slot")
+        if changed != batch.num_tokens:
+            faults.append(f"{changed} slots written")
+    return faults
 
 
 def replay_and_eager(
@@ -119,17 +152,18 @@ def _extend_eagerly(worker: ModelWorker, batch: ForwardBatch) -> list[torch.Tens
     assert size is not None
     buffers = parts.buffers
     buffers.load_extend(batch, size)
+    inputs = buffers.extend_inputs(size)
     context = parts.extend_context(
         parts.on_device(batch.req_pool_indices),
         parts.on_device(batch.seq_lens),
-        buffers.out_cache_loc[:size],
+        inputs.out_cache_loc,
         batch.extend_lens,
         batch.seq_lens,
     )
     parts.attention.prepare(context.meta)
     ends = torch.tensor(batch.extend_lens).cumsum(0) - 1
     with use_context(context):
-        hidden = parts.model.model(buffers.input_ids[:size], buffers.positions[:size])
+        hidden = parts.model.model(inputs.input_ids, inputs.positions)
         return [parts.model.compute_logits(hidden[ends.to(hidden.device)])]
 
 
@@ -154,7 +188,7 @@ def results_with_dummy_slot(
         restore(parts, before)
     changed = torch.zeros(parts.kv_pool.num_slots - 1, dtype=torch.bool)
     for old, new in zip(without_dummy(before), without_dummy(after), strict=True):
-        changed |= (old != new).flatten(1).any(1).cpu()
+        changed |= (bits(old) != bits(new)).flatten(1).any(1).cpu()
     return results, int(changed.sum())
 
 

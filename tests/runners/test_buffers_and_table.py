@@ -38,7 +38,7 @@ def buffers() -> GraphInputBuffers:
 def test_fresh_buffers_hold_dummy_requests(buffers: GraphInputBuffers) -> None:
     assert buffers.req_pool_indices.tolist() == [0] * 8
     assert buffers.seq_lens.tolist() == [1] * 8
-    for per_token in (buffers.input_ids, buffers.positions, buffers.out_cache_loc):
+    for per_token in buffers.extend_inputs(16):
         assert per_token.tolist() == [0] * 16
 
 
@@ -58,22 +58,33 @@ def test_rows_behind_the_batch_are_dummies_whatever_was_there_before(
 def test_tokens_behind_the_prompt_are_dummies_whatever_was_there_before(
     buffers: GraphInputBuffers,
 ) -> None:
-    for size in (14, 3, 8):
+    for size, level in ((14, 16), (3, 16), (8, 8), (8, 11), (2, 3), (8, 16)):
         ids = torch.arange(50, 50 + size)
-        buffers.load_extend(decode_batch(size, mode=ForwardMode.EXTEND, input_ids=ids), 16)
-        padding = [0] * (16 - size)
-        assert buffers.input_ids.tolist() == [*ids.tolist(), *padding]
-        assert buffers.positions.tolist() == [*range(10, size + 10), *padding]
-        assert buffers.out_cache_loc.tolist() == [*range(100, size + 100), *padding]
+        batch = decode_batch(size, mode=ForwardMode.EXTEND, input_ids=ids)
+        buffers.load_extend(batch, level)
+        padding = [0] * (level - size)
+        inputs = buffers.extend_inputs(level)
+        assert inputs.input_ids.tolist() == [*ids.tolist(), *padding]
+        assert inputs.positions.tolist() == [*range(10, size + 10), *padding]
+        assert inputs.out_cache_loc.tolist() == [*range(100, size + 100), *padding]
 
 
-def test_addresses_never_change(buffers: GraphInputBuffers) -> None:
-    tensors = (buffers.req_pool_indices, buffers.seq_lens, buffers.positions)
-    before = [tensor.data_ptr() for tensor in tensors]
+def test_addresses_never_change_and_begin_where_compilers_like_it(
+    buffers: GraphInputBuffers,
+) -> None:
+    def tensors() -> list[torch.Tensor]:
+        by_level = [tensor for level in (1, 5, 16) for tensor in buffers.extend_inputs(level)]
+        return [buffers.req_pool_indices, buffers.seq_lens, *by_level]
+
+    before = [tensor.data_ptr() for tensor in tensors()]
     buffers.load_decode(decode_batch(5), 8)
+    batch = decode_batch(3, mode=ForwardMode.EXTEND, input_ids=torch.arange(3))
+    buffers.load_extend(batch, 5)
     buffers.reset()
-    after = (buffers.req_pool_indices, buffers.seq_lens, buffers.positions)
-    assert [tensor.data_ptr() for tensor in after] == before
+    assert [tensor.data_ptr() for tensor in tensors()] == before
+    base = buffers.extend_inputs(1).input_ids.data_ptr()
+    assert all((address - base) % 128 == 0 for address in before[2:])
+    assert not any(tensor.any() for tensor in buffers.extend_inputs(16))
 
 
 def test_a_batch_that_does_not_fit_is_refused(buffers: GraphInputBuffers) -> None:
