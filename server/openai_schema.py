@@ -88,20 +88,20 @@ Stop = Annotated[list[str], BeforeValidator(_stop)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """No value is changed in type; unknown fields are ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None
 
 
-class _Common(_Strict):
-    """Fields of both endpoints."""
+class SamplingFields(Strict):
+    """How to sample: fields of both endpoints, and under other names of /generate."""
 
-    model: str | None = None
-    max_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -110,17 +110,24 @@ class _Common(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] | None = None
     n: Annotated[int, Field(ge=1)] = 1  # at most --max-n: see translate.py
-    seed: Int64 | None = None
     stop: Stop = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] = []
-    include_stop_str_in_output: StrictBool = False
     no_stop_trim: StrictBool = False
     ignore_eos: StrictBool = False
     min_tokens: TokenCount = 0
     skip_special_tokens: StrictBool = True
     spaces_between_special_tokens: StrictBool = True  # none are put there in any case
-    return_token_ids: StrictBool = False
     logit_bias: LogitBias = {}
+
+
+class _Common(SamplingFields):
+    """Fields of both endpoints."""
+
+    model: str | None = None
+    max_tokens: TokenCount | None = None
+    seed: Int64 | None = None
+    include_stop_str_in_output: StrictBool = False
+    return_token_ids: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] = ""
@@ -159,18 +166,18 @@ class _Common(_Strict):
         return self
 
 
-class ToolCallFunction(_Strict):
+class ToolCallFunction(Strict):
     name: str
     arguments: str
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: ToolCallFunction
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None  # a string or text parts: read in translate.py
     name: str | None = None
@@ -268,24 +275,25 @@ def _check_tools(request: ChatRequest) -> None:
         raise not_supported("tool_choice")
 
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Raises ApiError 400 naming the field."""
     document = parse_object(body)
-    _refuse(document, _REFUSED + _REFUSED_IN_CHAT)
-    return _validate(ChatRequest, document)
+    refuse(document, _REFUSED + _REFUSED_IN_CHAT)
+    return validate(ChatRequest, document)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError 400 naming the field."""
     document = parse_object(body)
-    _refuse(document, _REFUSED + _REFUSED_IN_COMPLETIONS)
-    return _validate(CompletionRequest, document)
+    refuse(document, _REFUSED + _REFUSED_IN_COMPLETIONS)
+    return validate(CompletionRequest, document)
 
 
-def _refuse(document: dict[str, Any], names: tuple[str, ...]) -> None:
+def refuse(document: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Takes ``names`` out of the document. Raises ApiError 400 if one of them asks for anything."""
     for name in names:
         if name in document and document[name] not in (False, "", [], {}):
             raise not_supported(name)
@@ -295,7 +303,8 @@ def _refuse(document: dict[str, Any], names: tuple[str, ...]) -> None:
         document.pop(name, None)
 
 
-def _validate(model: type[Request], document: dict[str, Any]) -> Request:
+def validate(model: type[Body], document: dict[str, Any]) -> Body:
+    """Raises ApiError 400 naming the field."""
     ignored = document.keys() - model.model_fields.keys()
     if ignored:
         _log.debug("fields without effect: %s", quote(", ".join(sorted(ignored))))

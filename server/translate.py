@@ -16,7 +16,7 @@ from duograph.runners.model_config import GenerationDefaults
 from duograph.runners.sampling_params import SamplingParams
 from duograph.scheduler.messages import EngineInfo
 from duograph.server.chat import ChatTemplate, Message
-from duograph.server.errors import ApiError, bad_field, context_length_exceeded
+from duograph.server.errors import bad_field, context_length_exceeded
 from duograph.server.generation import ChoicePlan
 from duograph.server.openai_schema import (
     MAX_CHOICES,
@@ -24,6 +24,7 @@ from duograph.server.openai_schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    SamplingFields,
 )
 from duograph.server.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ class Translator:
 
     async def chat(self, request: ChatRequest, info: EngineInfo) -> list[ChoicePlan]:
         """Raises ApiError 400."""
-        self._check_choices(request.n, 1)
+        self.check_choices(request.n, 1)
         continues = request.continue_final_message
         adds_prompt = request.add_generation_prompt
         input_ids = await self.template.encode(
@@ -78,18 +79,18 @@ class Translator:
         )
         asked = request.max_completion_tokens
         name = "max_completion_tokens" if asked is not None else "max_tokens"
-        max_tokens = self._max_tokens(
+        max_tokens = self.max_tokens(
             len(input_ids), asked if asked is not None else request.max_tokens, None, info,
             param="messages",
         )  # fmt: skip
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        sampling = self._sampling(request, max_tokens, logprobs, info, max_name=name)
+        sampling = self.sampling(request, max_tokens, logprobs, info, max_name=name)
         return self._plans(request, [input_ids], sampling)
 
     async def completion(self, request: CompletionRequest, info: EngineInfo) -> list[ChoicePlan]:
         """Raises ApiError 400. Plans with no tokens to generate must not reach the engine."""
         prompts = _prompts(request.prompt, info)
-        self._check_choices(request.n, len(prompts))
+        self.check_choices(request.n, len(prompts))
         id_lists = [
             await self.tokenizer.encode(prompt, add_special_tokens=True)
             if isinstance(prompt, str)
@@ -97,12 +98,12 @@ class Translator:
             for prompt in prompts
         ]
         max_tokens = min(
-            self._max_tokens(
+            self.max_tokens(
                 len(ids), request.max_tokens, DEFAULT_COMPLETION_TOKENS, info, param="prompt"
             )
             for ids in id_lists
         )
-        sampling = self._sampling(request, max_tokens, request.logprobs, info)
+        sampling = self.sampling(request, max_tokens, request.logprobs, info)
         if not request.echo:
             return self._plans(request, id_lists, sampling)
         scored = request.logprobs is not None
@@ -158,7 +159,7 @@ class Translator:
                 )
         return plans
 
-    def _check_choices(self, n: int, prompts: int) -> None:
+    def check_choices(self, n: int, prompts: int) -> None:
         if n > self.max_n:
             raise bad_field("n", f"must be an integer in [1, {self.max_n}], got {n}")
         if n * prompts > MAX_CHOICES:
@@ -195,7 +196,7 @@ class Translator:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
         return variables
 
-    def _max_tokens(
+    def max_tokens(
         self,
         prompt_tokens: int,
         asked: int | None,
@@ -217,15 +218,16 @@ class Translator:
             return asked
         return room if default is None else min(default, room)
 
-    def _sampling(
+    def sampling(
         self,
-        request: ChatRequest | CompletionRequest,
+        request: SamplingFields,
         max_tokens: int,
         logprobs: int | None,
         info: EngineInfo,
         *,
         max_name: str = "max_tokens",
     ) -> SamplingParams:
+        """What the request asks for, this model's defaults elsewhere. Raises ApiError 400."""
         vocab_size = info.vocab_size
         if request.min_tokens > max_tokens:
             raise bad_field(
@@ -290,19 +292,20 @@ def _prompts(value: Any, info: EngineInfo) -> list[str | list[int]]:
         if not prompt:
             raise bad_field("prompt", "must not be empty")
         if isinstance(prompt, list):
-            _check_ids(prompt, info)
+            check_ids(prompt, info)
     return prompts
 
 
-def _check_ids(ids: list[Any], info: EngineInfo) -> None:
+def check_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> None:
+    """Raises ApiError 400 unless all are ids of the vocabulary and the context holds them."""
     if len(ids) > info.context_length:
         raise context_length_exceeded(
             context_length=info.context_length,
             prompt_tokens=len(ids),
             max_tokens=None,
-            param="prompt",
+            param=param,
         )
     if set(map(type, ids)) != {int}:
-        raise ApiError(400, "prompt: token ids must be integers", param="prompt")
+        raise bad_field(param, "token ids must be integers")
     if min(ids) < 0 or max(ids) >= info.vocab_size:
-        raise bad_field("prompt", f"token ids must be in [0, {info.vocab_size - 1}]")
+        raise bad_field(param, f"token ids must be in [0, {info.vocab_size - 1}]")
