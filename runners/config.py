@@ -47,6 +47,7 @@ DECODE_GROUP = "CUDA graphs, decode"
 PREFILL_GROUP = "CUDA graphs, prefill"
 MEMORY_GROUP = "Memory & scheduling"
 MODEL_GROUP = "Model"
+ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch")
 DEBUG_GROUP = "Debug"
 
 
@@ -122,9 +123,21 @@ class RunnerConfig:
     )
     attention_backend: str = option(
         "auto",
-        "attention kernels; auto is triton on CUDA and torch on CPU",
+        "attention kernels of both phases; auto is torch on CPU and on CUDA what measured best",
         group=MODEL_GROUP,
-        choices=("auto", "triton", "torch"),
+        choices=ATTENTION_BACKENDS,
+    )
+    prefill_attention_backend: str | None = option(
+        None,
+        "attention kernels of prefill; --attention-backend decides if left out",
+        group=MODEL_GROUP,
+        choices=ATTENTION_BACKENDS,
+    )
+    decode_attention_backend: str | None = option(
+        None,
+        "attention kernels of decode; --attention-backend decides if left out",
+        group=MODEL_GROUP,
+        choices=ATTENTION_BACKENDS,
     )
     mem_fraction_static: float | None = option(
         None,

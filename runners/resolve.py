@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from duograph.runners.attention_choice import choose_backends
 from duograph.runners.buckets import (
     clip_sizes,
     get_batch_sizes_to_capture,
@@ -70,25 +71,17 @@ def resolve_auto(
         or (_CUDA_RUNNING[step] if on_cuda else _CPU_RUNNING)
     )
     chunk = min(chunk, context)
+    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
     return replace(
-        config,
+        choose_backends(config, dtype, model_config.head_dim, device),
         device=device.type,
-        dtype=model_config.dtype if config.dtype == "auto" else config.dtype,
+        dtype=dtype,
         context_length=context,
         page_size=config.page_size or (_CUDA_PAGE if on_cuda else _CPU_PAGE),
-        attention_backend=_attention_backend(config.attention_backend, on_cuda),
         max_running_requests=running,
         chunked_prefill_size=chunk,
         graph=_resolve_graphs(config.graph, device.type, running=running, chunk=chunk),
     )
-
-
-def _attention_backend(name: str, on_cuda: bool) -> str:
-    if name == "auto":
-        return "triton" if on_cuda else "torch"
-    if name == "triton" and not on_cuda:
-        raise ConfigError("--attention-backend triton needs a CUDA device; use torch")
-    return name
 
 
 def _resolve_graphs(

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from duograph.kernels.attention.base import PhaseBackends
-from duograph.kernels.attention.registry import create_backend
+from duograph.runners.attention_choice import create_attention
 from duograph.runners.batch import ForwardBatch, StepOutput
 from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.capture import Progress
@@ -27,8 +26,8 @@ from duograph.runners.model_config import ModelConfig
 from duograph.runners.models.llama import CausalLM
 from duograph.runners.parts import RunnerParts
 from duograph.runners.piecewise import TorchCompileCutter
-from duograph.runners.recorded_graph import RecordedGraphBackend
 from duograph.runners.profiler import StepProfiler
+from duograph.runners.recorded_graph import RecordedGraphBackend
 from duograph.runners.request_table import RequestTable
 from duograph.runners.resolve import resolve_auto
 from duograph.runners.runner_set import Runner, RunnerSet
@@ -67,8 +66,10 @@ class ModelWorker:
         model: CausalLM,
         device: torch.device,
         stages: StageClock | None = None,
+        progress: Progress = lambda phase, done, total: None,
     ) -> None:
-        """``stages`` is told of every stage of the start.
+        """``stages`` is told of every stage of the start, ``progress`` of the phase
+        ``building_kernels``, if there are any to build.
 
         Raises:
             ConfigError: flags that cannot be honoured.
@@ -87,14 +88,15 @@ class ModelWorker:
             page_size=_known(self.config.page_size),
             dtype=model.activation_dtype,
         )
-        backend = create_backend(
-            self.config.attention_backend,
-            num_q_heads=model_config.num_heads,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            device=device,
+        self.config, self._attention = create_attention(
+            self.config,
+            runner_config,
+            model_config,
+            model.activation_dtype,
+            device,
+            progress,
         )
-        self._attention = PhaseBackends(decode=backend, extend=backend)
+        self._stages.lap("attention_kernels")
         self._cos_sin = model.cos_sin(device)
         running = _known(self.config.max_running_requests)
         context = _known(self.config.context_length)

@@ -108,6 +108,7 @@ Phase = Literal[
     "starting",
     "loading_weights",
     "planning_memory",
+    "building_kernels",
     "compiling",
     "capturing_decode",
     "capturing_prefill",

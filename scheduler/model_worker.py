@@ -68,10 +68,14 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     )
     stages.lap("weights")
     progress("planning_memory", 0, 0)  # the worker's tables are the first part of it
-    worker = ModelWorker(runner, model_config, model, device, stages)
+
+    def report(phase: str, done: int, total: int) -> None:
+        progress(cast(Phase, phase), done, total)
+
+    worker = ModelWorker(runner, model_config, model, device, stages, report)
     worker.plan_memory()
     worker.build_runners()
-    worker.capture(lambda phase, done, total: progress(cast(Phase, phase), done, total))
+    worker.capture(report)
     limits = worker.limits
     _log.info("%s", limits_line(limits, available_bytes(device) / GIB))
     engine_limits = EngineLimits(
@@ -88,6 +92,8 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         "architecture": model_config.architecture,
         "dtype": worker.config.dtype,
         "attention_backend": worker.config.attention_backend,
+        "prefill_attention_backend": worker.config.prefill_attention_backend,
+        "decode_attention_backend": worker.config.decode_attention_backend,
     }
     return LoadedWorker(worker, engine_limits, device.type == "cuda", details, stages)
 

@@ -22,6 +22,7 @@ PHASE_TITLES = {
     "starting": "Starting the engine",
     "loading_weights": "Loading weights",
     "planning_memory": "Planning memory",
+    "building_kernels": "Building FlashInfer kernels",
     "compiling": "Compiling the prefill pieces",
     "capturing_decode": "Capturing decode graphs",
     "capturing_prefill": "Capturing prefill graphs",

@@ -25,6 +25,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--prefill-attention-backend")
+    parser.add_argument("--decode-attention-backend")
     parser.add_argument("--context-length", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=RunnerConfig.page_size)
     parser.add_argument("--cuda-graph-max-bs", type=int)
@@ -51,6 +53,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
             dtype=options.dtype,
             device=options.device,
             attention_backend=options.attention_backend,
+            prefill_attention_backend=options.prefill_attention_backend,
+            decode_attention_backend=options.decode_attention_backend,
             context_length=options.context_length,
             page_size=options.page_size,
             graph=graph,

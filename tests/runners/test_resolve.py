@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from duograph.runners import resolve
+from duograph.runners import attention_choice, resolve
 from duograph.runners.config import ConfigError, GraphConfig, RunnerConfig
 from duograph.runners.memory import GIB
 from duograph.runners.resolve import resolve_auto, resolve_device
 from duograph.tests.worker_driver import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-LONG = tiny_config(context_length=8192, dtype="bfloat16")
+LONG = tiny_config(context_length=8192, dtype="bfloat16", head_dim=64)
 
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "total_bytes", lambda device: 140 * GIB)
+    monkeypatch.setattr(attention_choice, "cuda_capability", lambda device: 9)
 
 
 def test_the_cpu_gets_short_lists_and_small_steps() -> None:
@@ -33,7 +34,8 @@ def test_the_cpu_gets_short_lists_and_small_steps() -> None:
 @pytest.mark.usefixtures("h200")
 def test_a_large_gpu_gets_the_full_schedules() -> None:
     config = resolve_auto(RunnerConfig(), LONG, CUDA)
-    assert config.attention_backend == "triton"
+    assert config.prefill_attention_backend == "flashinfer"
+    assert config.decode_attention_backend == "triton"
     assert config.max_running_requests == config.graph.cuda_graph_max_bs == 256
     assert config.graph.cuda_graph_bs is not None and len(config.graph.cuda_graph_bs) == 36
     assert config.chunked_prefill_size == config.graph.piecewise_cuda_graph_max_tokens == 8192
@@ -67,6 +69,10 @@ def test_nothing_is_captured_beyond_context_chunk_or_limit() -> None:
     [
         (RunnerConfig(context_length=9000), "--context-length 9000"),
         (RunnerConfig(attention_backend="triton"), "--attention-backend triton"),
+        (
+            RunnerConfig(decode_attention_backend="flashinfer"),
+            "--decode-attention-backend flashinfer",
+        ),
         (RunnerConfig(graph=GraphConfig(enable_torch_compile=True)), "--enable-torch-compile"),
         (
             RunnerConfig(graph=GraphConfig(piecewise_cuda_graph_compiler="inductor")),
