@@ -17,13 +17,14 @@ FLOORS := kernels runners scheduler server
 # mypy sees every file under its import name, through the .src link
 TYPED := $(addprefix .src/duograph/,$(FLOORS) tests)
 
-.PHONY: help serve test test-fast check format clean
+.PHONY: help serve test test-fast docker-test check format clean
 
 help:
 	@echo "make serve       serve the default model on 127.0.0.1:30000 (ARGS=... for flags)"
 	@echo "make test        set up, lint, type-check and run the whole CPU suite"
 	@echo "make check       ruff and mypy"
 	@echo "make test-fast   the tests that need no model and no process tree"
+	@echo "make docker-test build the cpu image without a daemon and try it (root; not part of test)"
 	@echo "make format      ruff format and the safe fixes of ruff check"
 	@echo "make clean       remove the virtual environment and all caches in this folder"
 
@@ -35,6 +36,9 @@ test: $(VENV)/.installed-test-model check
 
 test-fast: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not model and not slow and not gpu" $(ARGS)
+
+docker-test:
+	tests/docker/run.sh
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
