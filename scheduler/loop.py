@@ -1,5 +1,8 @@
 """The two loops of the engine, side by side, in the same verbs: receive, step (commit, admit,
-plan), build, launch, send, wait.
+plan), send, build, launch, wait.
+
+Tokens are sent before the next step is launched: they have waited for their step, and in the
+overlap loop the device has the step after it to work on meanwhile.
 
 The plain loop reads each result before it makes the next plan. The overlap loop launches step
 n + 1 before it reads the result of n, so that the device never waits for Python: sampled tokens
@@ -47,8 +50,8 @@ def plain_loop(engine: EngineParts) -> None:
     while engine.alive():
         events = results + engine.receive(block=engine.scheduler.is_idle)
         step = engine.scheduler.step(events, engine.now())
-        launched = engine.launch(engine.build(step.plan)) if step.plan else None
         engine.send(step)
+        launched = engine.launch(engine.build(step.plan)) if step.plan else None
         results = [launched.wait()] if launched else []
 
 
@@ -58,7 +61,7 @@ def overlap_loop(engine: EngineParts) -> None:
     while engine.alive():
         events = results + engine.receive(block=engine.scheduler.is_idle)
         step = engine.scheduler.step(events, engine.now())
-        launched = engine.launch(engine.build(step.plan)) if step.plan else None
         engine.send(step)
+        launched = engine.launch(engine.build(step.plan)) if step.plan else None
         results = [running.wait()] if running else []
         running = launched

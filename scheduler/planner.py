@@ -19,7 +19,10 @@ from duograph.scheduler.queues import Queues
 from duograph.scheduler.request import Request, RequestState
 from duograph.scheduler.step import Plan, PromptSpan
 
-MAX_EXTENDS_IN_A_ROW = 2
+# With 2, a burst stays one: 256 streams of one length that began together end together, and each
+# waits for half of the others' prompts, over and over. With 1, those that came in with one step
+# are a decode step apart from those of the next, and meet an empty queue when they come back.
+MAX_EXTENDS_IN_A_ROW = 1
 
 
 class Planner:

@@ -137,6 +137,22 @@ def test_the_overlap_loop_launches_one_step_ahead_and_no_step_for_a_foreseen_len
         assert happened.index(("launch", step + 1)) < happened.index(("wait", step))
 
 
+@pytest.mark.parametrize("loop", [plain_loop, overlap_loop])
+def test_tokens_are_sent_before_the_next_step_is_launched(loop: Loop) -> None:
+    worker = FakeWorker()
+    bench = Bench({1: [request(1, prompt=3, new=10)]}, worker)
+    seen: list[tuple[int, int]] = []  # tokens sent, results read, at each launch
+    launch = worker.launch
+
+    def record(batch: ForwardBatch) -> PendingStep:
+        seen.append((len(bench.tokens.get(1, [])), len(worker.waited)))
+        return launch(batch)
+
+    worker.launch = record  # type: ignore[method-assign, assignment]
+    loop(bench)
+    assert len(seen) == 10 and all(sent == read for sent, read in seen)
+
+
 def test_an_eos_finish_wastes_one_row_in_overlap_and_none_in_plain() -> None:
     stop = token_at(1, 3 + 4)
     for loop, wasted in ((plain_loop, 0), (overlap_loop, 1)):
