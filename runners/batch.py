@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -53,6 +53,18 @@ class PromptWish:
     k: int  # best tokens per row
 
 
+class TokenMasks(Protocol):
+    """Packed bitmasks (kernels/bitmask.py) of some rows, made while the forward runs."""
+
+    @property
+    def indices(self) -> list[int]:
+        """Batch indices, in the order of the masks."""
+
+    def wait(self) -> torch.Tensor:
+        """int32 [len(indices), words] in host memory, pinned if the device is CUDA. Blocks
+        until they are there; raises what the step that they depend on raised."""
+
+
 @dataclass(slots=True)
 class SamplingBatch:
     """Host-known facts that decide which sampling work a step needs. Indices are positions
@@ -65,6 +77,7 @@ class SamplingBatch:
     # additive bias per batch index; a token banned by min_new_tokens has -inf
     bias: dict[int, dict[int, float]] = field(default_factory=dict)
     logprobs: dict[int, int] = field(default_factory=dict)  # batch index -> k best
+    masks: TokenMasks | None = None  # of the rows that follow a grammar
     prompt_logprobs: dict[int, PromptWish] = field(default_factory=dict)  # by batch index
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from duograph.kernels.bitmask import bitmask_words
 from duograph.runners.batch import ForwardBatch, RowInit
 from duograph.runners.sampling_params import SamplingParams
 from duograph.runners.upload import upload
@@ -29,6 +30,8 @@ class RequestTable:
         presence, frequency, repetition: float32 [R], penalties.
         prompt_mask: bool [R, V], tokens of the prompt; output_counts: int32 [R, V]. Rows of
             requests without penalties hold leftovers and are never read.
+        bitmask: int32 [R, words], where the masks of one step's constrained rows lie, from the
+            first on; not by row.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RequestTable:
         self.top_k, self.seed = self._ints
         self.prompt_mask = table(False, torch.bool, vocab_size)
         self.output_counts = table(0, torch.int32, vocab_size)
+        self.bitmask = table(0, torch.int32, bitmask_words(vocab_size))
 
     @property
     def nbytes(self) -> int:

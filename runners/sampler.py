@@ -4,8 +4,9 @@ Plain rows (greedy or temperature) are sampled by ``sample_plain``, which the de
 contains. A batch in which some row asks for more (top-k, top-p, min-p, penalties, bias) is
 sampled again by ``finish`` from the same logits; a plain row gets the same token both times,
 because the random numbers depend on nothing but its seed and position. Penalty counts live on
-the device, so the next step can be launched before the host has seen the token. This file
-knows no graph and no request, only rows of the request table.
+the device, so the next step can be launched before the host has seen the token. Rows that
+follow a grammar are sampled once more, and only they, under masks that the host makes while the
+forward runs. This file knows no graph and no request, only rows of the request table.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from duograph.kernels import sampling
+from duograph.kernels.bitmask import masked_logits
 from duograph.runners.batch import (
     ForwardBatch,
     ForwardOutput,
@@ -86,12 +88,14 @@ class Sampler:
     def finish(self, batch: ForwardBatch, output: ForwardOutput) -> SampledStep:
         """The tokens of a step, left in ``next_tokens`` too, with counts and logprobs."""
         wishes = batch.sampling
-        tokens = output.tokens
+        tokens, logits = output.tokens, output.logits
         if wishes.filtered or wishes.penalized or wishes.bias:
             logits = self._adjusted(output, wishes)
             tokens = self._sample(logits, output.rows, output.seq_lens, filtered=wishes.filtered)
         elif tokens is None:
             tokens = self.sample_plain(output.logits, output.rows, output.seq_lens)
+        if wishes.masks is not None:
+            tokens = self._constrain(logits, tokens, output, wishes)
         if wishes.penalized:
             self._count(output.rows, tokens, wishes.penalized)
         logprobs = self._logprobs(output.logits, tokens, wishes)
@@ -113,6 +117,28 @@ class Sampler:
             rows=rows,
             next_tokens=table.next_tokens,
         )
+
+    def _constrain(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        output: ForwardOutput,
+        wishes: SamplingBatch,
+    ) -> torch.Tensor:
+        """``tokens`` with those of the masked rows sampled anew, from ``logits``."""
+        masks = wishes.masks
+        assert masks is not None
+        index = upload(masks.indices, torch.int64, logits.device)
+        on_host = masks.wait()
+        bitmask = self._table.bitmask[: len(masks.indices)]
+        bitmask.copy_(on_host, non_blocking=True)
+        chosen = self._sample(
+            masked_logits(logits, index, bitmask),
+            output.rows[index],
+            output.seq_lens[index],
+            filtered=wishes.filtered,
+        )
+        return tokens.index_copy(0, index, chosen)
 
     def _adjusted(self, output: ForwardOutput, wishes: SamplingBatch) -> torch.Tensor:
         """Float32 logits with penalties and bias; the raw ones are still needed for logprobs."""

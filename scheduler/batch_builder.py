@@ -5,24 +5,63 @@ The only file of this floor, besides the process's set-up, that knows torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
+from duograph.kernels.bitmask import bitmask_words
 from duograph.runners.batch import ForwardBatch, ForwardMode, PromptWish, RowInit, SamplingBatch
+from duograph.scheduler.grammar_masks import MaskMaker
+from duograph.scheduler.loop import PendingStep
 from duograph.scheduler.request import Request
 from duograph.scheduler.step import Plan
 from duograph.scheduler.step_arrays import Ints, step_arrays
 
 
+class _PendingMasks:
+    """See runners.batch.TokenMasks."""
+
+    def __init__(self, indices: list[int], block: torch.Tensor, ready: Callable[[], None]) -> None:
+        self.indices = indices
+        self._block = block
+        self._ready = ready
+
+    def wait(self) -> torch.Tensor:
+        self._ready()
+        return self._block
+
+
 class BatchBuilder:
-    def __init__(self, *, page_size: int, pinned: bool) -> None:
-        """``pinned``: put the tensors into page-locked memory, so that copies to the GPU can be
-        asynchronous. Blocks come from torch's caching host allocator, which hands one out again
-        only when the copies from it have run: no staging buffer to guard here."""
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        pinned: bool,
+        vocab_size: int = 0,
+        masks: MaskMaker | None = None,
+    ) -> None:
+        """``masks`` and ``vocab_size`` are for requests with grammars. ``pinned``: put the
+        tensors into page-locked memory, so that copies to the GPU can be asynchronous. Blocks
+        come from torch's caching host allocator, which hands one out again only when the copies
+        from it have run: no staging buffer to guard here."""
         self._page_size = page_size
         self._pinned = pinned
+        self._words = bitmask_words(vocab_size)
+        self._masks = masks
+        self._plan: Plan | None = None  # built last
+
+    @property
+    def takes_grammars(self) -> bool:
+        return self._masks is not None
+
+    def launched(self, pending: PendingStep) -> None:
+        """What was built last runs."""
+        if self._masks is not None and self._plan is not None:
+            self._masks.launched(self._plan, pending)
 
     def build(self, plan: Plan) -> ForwardBatch:
+        self._plan = plan
         arrays = step_arrays(plan, self._page_size)
         longs = [arrays.rows, arrays.positions, arrays.out_cache_loc]
         ints = [arrays.seq_lens]
@@ -52,6 +91,7 @@ class BatchBuilder:
                 penalized=plan.penalized,
                 bias=plan.bias,
                 logprobs=plan.logprobs,
+                masks=self._start_masks(plan) if plan.constrained else None,
                 prompt_logprobs={
                     index: PromptWish(
                         span.skip,
@@ -62,6 +102,12 @@ class BatchBuilder:
                 },
             ),
         )
+
+    def _start_masks(self, plan: Plan) -> _PendingMasks:
+        assert self._masks is not None, "the gate lets no grammar through"
+        shape = (len(plan.constrained), self._words)
+        block = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
+        return _PendingMasks(plan.constrained, block, self._masks.start(plan, block.numpy()))
 
     def _tensors(self, arrays: list[Ints], dtype: torch.dtype) -> list[torch.Tensor]:
         if not self._pinned:

@@ -45,9 +45,15 @@ class Receiver(Generic[T]):
                 messages.append(message)
         return messages
 
-    def wait(self, timeout_s: float) -> bool:
-        """Blocks until a message waits or the time is over; True if one waits."""
-        return bool(self._socket.poll(int(timeout_s * 1000), zmq.POLLIN))
+    def wait(self, timeout_s: float, *, other: int | None = None) -> bool:
+        """Blocks until a message waits, the descriptor ``other`` is readable, or the time is
+        over; True if one of the first two."""
+        if other is None:
+            return bool(self._socket.poll(int(timeout_s * 1000), zmq.POLLIN))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(other, zmq.POLLIN)
+        return bool(poller.poll(int(timeout_s * 1000)))
 
     def fileno(self) -> int:
         """For an event loop. Edge-triggered: after a wake-up drain until empty."""

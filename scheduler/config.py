@@ -35,6 +35,19 @@ class SchedulerConfig:
     request_timeout: float = option(
         600.0, "seconds a request may take in all", group=MEMORY_GROUP, minimum=0
     )
+    grammar_backend: str = option(
+        "llguidance",
+        "library for structured output; none refuses it",
+        group="API",
+        choices=("llguidance", "none"),
+    )
+    grammar_timeout: float = option(
+        5.0,
+        "seconds that a grammar may take to compile, and all its masks of one request together",
+        group="API",
+        minimum=0.01,
+        maximum=600,
+    )
     decode_log_interval: int = option(
         40, "decode steps between two log lines", group="Observability", minimum=1
     )

@@ -14,9 +14,16 @@ from typing import Any, Protocol
 from duograph.runners.batch import ForwardBatch
 from duograph.runners.profiler import ProfilerError, StepProfiler
 from duograph.scheduler.batch_builder import BatchBuilder
+from duograph.scheduler.grammar_gate import GrammarGate
 from duograph.scheduler.graph_metrics import eager_steps, graph_metrics
 from duograph.scheduler.loop import PendingStep
-from duograph.scheduler.messages import ControlAnswer, ControlRequest, Heartbeat, ProcessFailed
+from duograph.scheduler.messages import (
+    ControlAnswer,
+    ControlRequest,
+    GenerateRequest,
+    Heartbeat,
+    ProcessFailed,
+)
 from duograph.scheduler.scheduler import Scheduler
 from duograph.scheduler.stats import snapshot
 from duograph.scheduler.step import Event, Plan, Step
@@ -50,6 +57,7 @@ class Engine:
         worker: Worker,
         builder: BatchBuilder,
         wires: Wires,
+        gate: GrammarGate,
         model_name: str,
         log_interval: int,
         watchdog_timeout: float,
@@ -59,6 +67,7 @@ class Engine:
         self._worker = worker
         self._builder = builder
         self._wires = wires
+        self._gate = gate
         self._model_name = model_name
         self._log_interval = log_interval
         self._watchdog_timeout = watchdog_timeout
@@ -88,7 +97,8 @@ class Engine:
     def receive(self, *, block: bool) -> list[Event]:
         if block:
             timeout = max(0.001, self._next_beat - time.monotonic())
-            if not self._wires.requests.wait(timeout):
+            other = self._gate.fileno() if self._gate.busy else None
+            if not self._wires.requests.wait(timeout, other=other):
                 self._idle_waits += 1
                 if self._idle_waits == IDLE_WAITS_TO_CHECK:
                     self._check_books()
@@ -96,14 +106,20 @@ class Engine:
             self._idle_waits = 0
         arrived = self._wires.requests.drain()
         if any(type(message) is ControlRequest for message in arrived):
-            return self._carry_out(arrived)
+            arrived = self._carry_out(arrived)
+        if self._gate.busy or any(
+            type(message) is GenerateRequest and message.grammar is not None for message in arrived
+        ):
+            return self._gate.sift(arrived)
         return arrived
 
     def build(self, plan: Plan) -> ForwardBatch:
         return self._builder.build(plan)
 
     def launch(self, batch: ForwardBatch) -> PendingStep:
-        return self._worker.launch(batch)
+        pending = self._worker.launch(batch)
+        self._builder.launched(pending)
+        return pending
 
     def send(self, step: Step) -> None:
         for frontend, message in step.outputs.items():
@@ -133,7 +149,11 @@ class Engine:
                 return ControlAnswer(order.id, pages is not None, text)
             case "abort_named" | "abort_all":
                 name = order.argument if order.command == "abort_named" else None
-                return ControlAnswer(order.id, True, str(scheduler.abort_by_client(name)))
+                compiling = self._gate.take_named(name)
+                for request in compiling:
+                    scheduler.refuse(request, "aborted", "the request was aborted")
+                number = len(compiling) + scheduler.abort_by_client(name)
+                return ControlAnswer(order.id, True, str(number))
             case "start_profile" | "stop_profile":
                 profiler = self._worker.profiler
                 act = profiler.start if order.command == "start_profile" else profiler.stop
@@ -151,10 +171,14 @@ class Engine:
     def close(self) -> None:
         """Waits for a step that is still in flight."""
         self._worker.close()
+        self._gate.close()
 
     def fail(self, exit_code: int, message: str) -> None:
         """Tells everybody that the engine ends; whoever cannot be told learns it from its death."""
-        self.send(self.scheduler.fail_all("the engine failed; the server is going down"))
+        text = "the engine failed; the server is going down"
+        for request in self._gate.take_named(None):
+            self.scheduler.refuse(request, "internal", text)
+        self.send(self.scheduler.fail_all(text))
         self._wires.to_supervisor(ProcessFailed(exit_code, message))
 
     # What nobody waits for
@@ -169,6 +193,7 @@ class Engine:
         throughput = (stats.generation_tokens - tokens) / max(now - since, 1e-9)
         self._metric_mark = (now, stats.generation_tokens)
         counters, levels = graph_metrics(self._worker.graph_stats())
+        counters |= self._gate.stats.as_metrics()
         self._wires.to_frontends(
             snapshot(
                 stats,

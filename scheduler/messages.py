@@ -18,6 +18,15 @@ from duograph.runners.sampling_params import SamplingParams
 RID_FRONTEND_SHIFT = 48
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the text of a request must be. ``param`` is the request's field, for errors."""
+
+    kind: Literal["document", "ebnf"]  # a grammar document of llguidance, or GBNF
+    text: str
+    param: str
+    schemas: dict[str, str] = {}  # JSON schemas within, by field: to find a mistake in
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, tag="generate"):
     """One sequence to generate. ``n`` choices are n of these."""
 
@@ -27,6 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate"):
     cache_salt: str = ""  # prefix cache namespace
     name: str = ""  # what its client calls it; several may have one name
     priority: int = 0  # smaller goes first, with --schedule-policy priority
+    grammar: Grammar | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -59,6 +69,7 @@ ErrorCode = Literal[
     "internal",  # 500
     "draining",  # 503
     "aborted",  # 400: by an operator, or by its client under the request's name
+    "invalid_grammar",  # 400: the text begins with the field that is wrong, and a colon
 ]
 
 

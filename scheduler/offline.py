@@ -15,12 +15,14 @@ from duograph.runners.batch import ForwardBatch
 from duograph.runners.sampling_params import SamplingParams
 from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.engine_config import EngineConfig
+from duograph.scheduler.grammar import GrammarCompiler
+from duograph.scheduler.grammar_masks import GrammarState, MaskMaker
 from duograph.scheduler.loop import PendingStep, overlap_loop, plain_loop
-from duograph.scheduler.messages import GenerateRequest
+from duograph.scheduler.messages import GenerateRequest, Grammar
 from duograph.scheduler.model_worker import LoadedWorker, Progress, load_worker
-from duograph.scheduler.process import warm_up
+from duograph.scheduler.process import load_grammars, warm_up
 from duograph.scheduler.scheduler import Scheduler
-from duograph.scheduler.step import Event, Plan, Step
+from duograph.scheduler.step import CompiledRequest, Event, Plan, Step
 
 
 @dataclass(slots=True)
@@ -48,7 +50,10 @@ class OfflineEngine:
         self._builder = BatchBuilder(
             page_size=loaded.limits.page_size,
             pinned=loaded.is_cuda,
+            vocab_size=loaded.limits.vocab_size,
+            masks=MaskMaker(budget_s=config.scheduler.grammar_timeout),
         )
+        self._compiler: GrammarCompiler | None = None
         self.limits = loaded.limits
         self.scheduler = Scheduler(config.scheduler, loaded.limits, num_frontends=1)
         warm_up(self.worker, self._builder, loaded.limits)
@@ -58,18 +63,24 @@ class OfflineEngine:
         self._started = 0.0
 
     def generate(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        grammars: Sequence[Grammar | None] | None = None,
     ) -> list[Generation]:
         """Runs all requests to their end and returns them in order.
 
         Raises:
-            ValueError: the two sequences differ in length.
+            ValueError: the sequences differ in length.
+            GrammarError: a grammar cannot be compiled.
         """
         results = []
-        for prompt, params in zip(prompts, sampling, strict=True):
-            self._events.append(
-                GenerateRequest(rid=self._next_rid, input_ids=prompt, sampling=params)
+        wanted = [None] * len(prompts) if grammars is None else grammars
+        for prompt, params, grammar in zip(prompts, sampling, wanted, strict=True):
+            request = GenerateRequest(
+                rid=self._next_rid, input_ids=prompt, sampling=params, grammar=grammar
             )
+            self._events.append(request if grammar is None else self._compiled(request, grammar))
             result = self._open[self._next_rid] = Generation()
             results.append(result)
             self._next_rid += 1
@@ -80,6 +91,12 @@ class OfflineEngine:
 
     def graph_stats(self) -> dict[str, Any]:
         return self.worker.graph_stats()
+
+    def _compiled(self, request: GenerateRequest, grammar: Grammar) -> CompiledRequest:
+        if self._compiler is None:
+            self._compiler = load_grammars(self._config, self.limits)
+        state = GrammarState(self._compiler.compile(grammar).start(), grammar.param)
+        return CompiledRequest(request, state)
 
     # The verbs of the loops
 
@@ -97,7 +114,9 @@ class OfflineEngine:
         return self._builder.build(plan)
 
     def launch(self, batch: ForwardBatch) -> PendingStep:
-        return self.worker.launch(batch)
+        pending = self.worker.launch(batch)
+        self._builder.launched(pending)
+        return pending
 
     def send(self, step: Step) -> None:
         now = time.perf_counter() - self._started

@@ -259,7 +259,9 @@ def _note_sampling(plan: Plan, index: int, request: Request) -> None:
     if sampling.logprobs is not None:
         plan.logprobs[index] = sampling.logprobs
     bias = dict(sampling.logit_bias)
-    if request.planned_outputs <= sampling.min_new_tokens:
+    if request.grammar is not None:
+        plan.constrained.append(index)
+    if request.planned_outputs <= request.min_new_tokens:
         bias |= dict.fromkeys(request.stop_ids, -math.inf)
     if bias:
         plan.bias[index] = bias

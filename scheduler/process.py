@@ -18,7 +18,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -32,6 +34,9 @@ from duograph.scheduler.engine import Engine, Worker
 from duograph.scheduler.engine_config import EngineConfig
 from duograph.scheduler.exit_codes import ExitCode
 from duograph.scheduler.failures import explain
+from duograph.scheduler.grammar import GrammarCompiler, GrammarError, GrammarLibrary, NoGrammars
+from duograph.scheduler.grammar_gate import GrammarGate
+from duograph.scheduler.grammar_masks import GrammarState, MaskMaker, OpenGrammar
 from duograph.scheduler.logs import configure_logging
 from duograph.scheduler.loop import overlap_loop, plain_loop
 from duograph.scheduler.messages import (
@@ -43,7 +48,7 @@ from duograph.scheduler.messages import (
 )
 from duograph.scheduler.model_worker import LoadedWorker, Progress, load_worker
 from duograph.scheduler.scheduler import Scheduler
-from duograph.scheduler.step import CompletedStep, Event
+from duograph.scheduler.step import CompiledRequest, CompletedStep, Event
 from duograph.scheduler.wires import Wires
 
 _log = logging.getLogger(__name__)
@@ -120,9 +125,17 @@ class _Start:
         before = now - (now if config.spawned_at is None else config.spawned_at)
         loaded = load(config, self.report)
         limits = loaded.limits
-        builder = BatchBuilder(page_size=limits.page_size, pinned=loaded.is_cuda)
+        builder = BatchBuilder(
+            page_size=limits.page_size,
+            pinned=loaded.is_cuda,
+            vocab_size=limits.vocab_size,
+            masks=MaskMaker(budget_s=config.scheduler.grammar_timeout),
+        )
         self.report("warming_up", 0, 0)
-        warm_up(loaded.worker, builder, limits)
+        with ThreadPoolExecutor(1) as beside:
+            library = beside.submit(load_grammars, config, limits)
+            warm_up(loaded.worker, builder, limits)
+        compiler = library.result()
         # What start-up made stays for ever: the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -134,6 +147,11 @@ class _Start:
             worker=loaded.worker,
             builder=builder,
             wires=self._wires,
+            gate=GrammarGate(
+                compiler,
+                timeout_s=config.scheduler.grammar_timeout,
+                max_waiting=config.scheduler.max_queue,
+            ),
             model_name=config.served_name,
             log_interval=config.scheduler.decode_log_interval,
             watchdog_timeout=config.scheduler.watchdog_timeout,
@@ -141,6 +159,21 @@ class _Start:
         self._wires.to_frontends(_info(loaded, seconds))
         self.report("ready", 0, 0)
         return engine
+
+
+def load_grammars(config: EngineConfig, limits: EngineLimits) -> GrammarCompiler:
+    """Never fails: without the library, requests that ask for a grammar are refused."""
+    if config.scheduler.grammar_backend == "none":
+        return NoGrammars("the server was started with --grammar-backend none")
+    try:
+        return GrammarLibrary(
+            Path(config.model_folder),
+            vocab_size=limits.vocab_size,
+            eos_token_ids=limits.eos_token_ids,
+        )
+    except GrammarError as error:
+        _log.warning("structured output is off: %s", error)
+        return NoGrammars(str(error))
 
 
 def start_line(seconds: dict[str, float]) -> str:
@@ -163,9 +196,9 @@ def _info(loaded: LoadedWorker, seconds: dict[str, float]) -> EngineInfo:
 
 
 def warm_up(worker: Worker, builder: BatchBuilder, limits: EngineLimits) -> None:
-    """Two short generations through prefill and decode, on a scheduler of its own: a plain one,
-    and one that takes every way round the graph's own sampling, so that no request is the first
-    to compile a kernel.
+    """Short generations through prefill and decode, on a scheduler of its own: a plain one, one
+    that takes every way round the graph's own sampling and one that follows a grammar, so that
+    no request is the first to compile a kernel.
 
     Raises:
         ModelError: the model's logits are not finite.
@@ -182,10 +215,19 @@ def warm_up(worker: Worker, builder: BatchBuilder, limits: EngineLimits) -> None
         repetition_penalty=1.1,
         logprobs=1,
     )
-    for rid, sampling in enumerate((plain, filtered)):
-        events: list[Event] = [GenerateRequest(rid=rid, input_ids=[0] * 4, sampling=sampling)]
+    requests: list[Event] = [
+        GenerateRequest(rid=rid, input_ids=[0] * 4, sampling=sampling)
+        for rid, sampling in enumerate((plain, filtered))
+    ]
+    if builder.takes_grammars:
+        constrained = GenerateRequest(rid=2, input_ids=[0] * 4, sampling=plain)
+        requests.append(CompiledRequest(constrained, GrammarState(OpenGrammar())))
+    for request in requests:
+        events = [request]
         while (step := scheduler.step(events, 0.0)).plan is not None:
-            result = worker.launch(builder.build(step.plan)).wait()
+            pending = worker.launch(builder.build(step.plan))
+            builder.launched(pending)
+            result = pending.wait()
             check_logits(result)
             events = [result]
 

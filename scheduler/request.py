@@ -10,6 +10,7 @@ been planned: a finish by length is known before any result is.
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,17 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+class Constraint(Protocol):
+    """A request's place in its grammar (grammar_masks.GrammarState), as the scheduler sees it."""
+
+    @property
+    def failed_at(self) -> int | None:
+        """After how many output tokens it can go on no more; None while it can."""
+
+    @property
+    def error(self) -> str: ...
+
+
 class Request:
     __slots__ = (
         "arrival",
@@ -34,6 +46,7 @@ class Request:
         "first_admitted",
         "first_token_time",
         "frontend",
+        "grammar",
         "is_special",
         "kv_len",
         "kv_limit",
@@ -41,6 +54,7 @@ class Request:
         "last_token_time",
         "lease",
         "max_new_tokens",
+        "min_new_tokens",
         "name",
         "needs_filter",
         "output_ids",
@@ -72,6 +86,7 @@ class Request:
         arrival: float,
         name: str = "",
         rank: int = 0,
+        grammar: Constraint | None = None,
     ) -> None:
         self.rid = rid
         self.frontend = frontend
@@ -81,8 +96,11 @@ class Request:
         self.prompt = prompt
         self.prompt_len = len(prompt)
         self.sampling = sampling
+        self.grammar = grammar
         self.max_new_tokens = sampling.max_new_tokens
         self.stop_ids = stop_ids
+        # A grammar lets no stop token come too early unless it allows nothing else.
+        self.min_new_tokens = sampling.min_new_tokens if grammar is None else 0
         self.cache_salt = cache_salt
         self.arrival = arrival
         self.state = RequestState.WAITING
@@ -107,8 +125,9 @@ class Request:
         self.is_special = bool(
             sampling.needs_penalty
             or sampling.logit_bias
-            or sampling.min_new_tokens
+            or self.min_new_tokens
             or sampling.logprobs is not None
+            or grammar is not None
         )
 
     @property

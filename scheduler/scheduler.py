@@ -9,7 +9,8 @@ One step, in order: commit results, take arrivals and aborts, end what timed out
 request that passes the door gets exactly one ``Finished``, except after its AbortRequest.
 
 Finish rules. An eos id of the model ends a request unless ignore_eos; a stop_token_id ends it
-always, as in vLLM. Neither counts before min_new_tokens, until when both are banned.
+always, as in vLLM. Neither counts before min_new_tokens, until when both are banned. A request
+with a grammar ends by eos even with ignore_eos: eos comes only where the grammar ends.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from duograph.scheduler.messages import (
 )
 from duograph.scheduler.planner import Planner
 from duograph.scheduler.queues import Queues
-from duograph.scheduler.request import Request, RequestState
+from duograph.scheduler.request import Constraint, Request, RequestState
 from duograph.scheduler.stats import Gauges, SchedulerStats
-from duograph.scheduler.step import CompletedStep, Event, Outbox, Plan, Step
+from duograph.scheduler.step import CompiledRequest, CompletedStep, Event, Outbox, Plan, Step
 
 MAX_FAULTS = 3  # requests that end by an exception of ours within FAULT_WINDOW_S
 FAULT_WINDOW_S = 60.0
@@ -73,7 +74,9 @@ class Scheduler:
         self._now = now = max(now, self._now)  # a clock that jumps back must not undo timeouts
         for event in events:
             if isinstance(event, GenerateRequest):
-                self._accept(event)
+                self._accept(event, None)
+            elif isinstance(event, CompiledRequest):
+                self._accept_compiled(event)
             elif isinstance(event, AbortRequest):
                 self._abort(event.rid)
             else:
@@ -144,7 +147,13 @@ class Scheduler:
 
     # Arrivals, aborts, timeouts
 
-    def _accept(self, message: GenerateRequest) -> None:
+    def _accept_compiled(self, event: CompiledRequest) -> None:
+        if event.grammar is None:
+            self.refuse(event.message, event.code, event.error)
+        else:
+            self._accept(event.message, event.grammar)
+
+    def _accept(self, message: GenerateRequest, grammar: Constraint | None) -> None:
         frontend = message.rid >> RID_FRONTEND_SHIFT
         if not 0 <= frontend < self.num_frontends or message.rid in self.live:
             # Nobody to answer, or an answer would reach the request that is running.
@@ -152,26 +161,30 @@ class Scheduler:
             return
         try:
             prompt = check_request(message, self.limits)
+            if message.grammar is not None and grammar is None:
+                raise RequestRefused("invalid_request", "no grammar is compiled here")
             waiting = len(self.queues.waiting) - len(self.queues.free_rows)
             if waiting >= self.config.max_queue:
                 raise RequestRefused("overloaded", f"the queue is full ({waiting} requests wait)")
         except RequestRefused as refusal:
-            self.stats.refused += 1
-            self._refuse(message, refusal.code, str(refusal))
+            self.refuse(message, refusal.code, str(refusal))
             return
         sampling = message.sampling
         stop_ids = frozenset(sampling.stop_token_ids)
+        if grammar is not None or not sampling.ignore_eos:
+            stop_ids |= self._eos
         request = Request(
             rid=message.rid,
             frontend=frontend,
             seq=self._arrivals,
             prompt=prompt,
             sampling=sampling,
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos,
+            stop_ids=stop_ids,
             cache_salt=message.cache_salt,
             arrival=self._now,
             name=message.name,
             rank=message.priority if self._by_priority else 0,
+            grammar=grammar,
         )
         self._arrivals += 1
         self.stats.requests += 1
@@ -181,7 +194,13 @@ class Scheduler:
         else:
             self.queues.enqueue(request)
 
-    def _refuse(self, message: GenerateRequest, code: ErrorCode, text: str) -> None:
+    def refuse(self, message: GenerateRequest, code: ErrorCode, text: str) -> None:
+        """Ends a request that never was in; the message comes with the next step."""
+        frontend = message.rid >> RID_FRONTEND_SHIFT
+        if not 0 <= frontend < self.num_frontends:
+            self.stats.ignored += 1
+            return
+        self.stats.refused += 1
         finished = Finished(
             rid=message.rid,
             reason="error",
@@ -191,7 +210,7 @@ class Scheduler:
             error_code=code,
             error_message=text,
         )
-        self._outbox.finished(message.rid >> RID_FRONTEND_SHIFT, finished)
+        self._outbox.finished(frontend, finished)
 
     def _abort(self, rid: int) -> None:
         request = self.live.get(rid)
@@ -240,6 +259,8 @@ class Scheduler:
             self.stats.decode_steps += 1
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, result)
+        for index in plan.constrained:
+            self._end_failed_grammar(plan.requests[index])
         self._take_tokens(plan, result)
 
     def _take_prompt_logprobs(self, plan: Plan, result: CompletedStep) -> None:
@@ -248,6 +269,14 @@ class Scheduler:
             if request.state is not RequestState.FINISHED:
                 entries = [Logprobs(one.logprob, one.top_ids, one.top_logprobs) for one in found]
                 self._outbox.prompt_logprobs(request.frontend, request.rid, entries)
+
+    def _end_failed_grammar(self, request: Request) -> None:
+        """What this step sampled for a grammar that could not go on is no token of it."""
+        grammar = request.grammar
+        if request.state is RequestState.FINISHED or grammar is None:
+            return
+        if grammar.failed_at is not None and len(request.output_ids) >= grammar.failed_at:
+            self._finish_with_error(request, "invalid_grammar", grammar.error)
 
     def _take_tokens(self, plan: Plan, result: CompletedStep) -> None:
         # The host's hottest loop: once per token. Locals and lists, nothing else, on the way of
@@ -285,7 +314,7 @@ class Scheduler:
                 else:
                     gaps.append(request.last_token_time)
                 request.last_token_time = now
-                if token in request.stop_ids and len(output) > request.sampling.min_new_tokens:
+                if token in request.stop_ids and len(output) > request.min_new_tokens:
                     self._finish(request, "stop", token)
                 elif len(output) >= request.max_new_tokens:
                     self._finish(request, "length")

@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from duograph.scheduler.messages import (
     AbortRequest,
+    ErrorCode,
     Finished,
     GenerateRequest,
     Logprobs,
     StepTokens,
 )
-from duograph.scheduler.request import Request
+from duograph.scheduler.request import Constraint, Request
 
 
 class BestTokens(Protocol):
@@ -47,7 +48,17 @@ class CompletedStep(Protocol):
     def prompt_logprobs(self) -> Mapping[int, Sequence[BestTokens]]: ...
 
 
-Event = GenerateRequest | AbortRequest | CompletedStep
+@dataclass(frozen=True, slots=True)
+class CompiledRequest:
+    """A request with a grammar that is ready, or with the reason why it is refused."""
+
+    message: GenerateRequest
+    grammar: Constraint | None
+    code: ErrorCode = "invalid_grammar"
+    error: str = ""
+
+
+Event = GenerateRequest | CompiledRequest | AbortRequest | CompletedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,7 @@ class Plan:
     penalized: list[int] = field(default_factory=list)
     bias: dict[int, dict[int, float]] = field(default_factory=dict)
     logprobs: dict[int, int] = field(default_factory=dict)
+    constrained: list[int] = field(default_factory=list)  # by a grammar
     prompt_logprobs: dict[int, PromptSpan] = field(default_factory=dict)
     cached_tokens: int = 0  # extend: found in the prefix cache by the new rows
     # Rows and pages whose requests are gone but which this step may still write.

@@ -14,7 +14,7 @@ from duograph.scheduler.model_worker import LoadedWorker, Progress
 from duograph.scheduler.process import read_config, run_engine
 from duograph.tests.scheduler.fake_worker import LIMITS, FakeWorker
 
-WARM_UP_STEPS = 6  # process.warm_up: two generations of three tokens
+WARM_UP_STEPS = 9  # process.warm_up: three generations of three tokens
 
 
 def load_fake(config: EngineConfig, progress: Progress) -> LoadedWorker:

@@ -17,6 +17,8 @@ from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.channel import Receiver, Sender, frontend_address, scheduler_address
 from duograph.scheduler.config import SchedulerConfig
 from duograph.scheduler.engine import Engine
+from duograph.scheduler.grammar import NoGrammars
+from duograph.scheduler.grammar_gate import GrammarGate
 from duograph.scheduler.loop import overlap_loop
 from duograph.scheduler.messages import AbortRequest, Heartbeat, StepTokens, ToFrontend
 from duograph.scheduler.scheduler import Scheduler
@@ -42,6 +44,7 @@ def create_engine(
         worker=worker or FakeWorker(),
         builder=BatchBuilder(page_size=LIMITS.page_size, pinned=False),
         wires=wires,
+        gate=GrammarGate(NoGrammars("no library"), timeout_s=5.0, max_waiting=8),
         model_name="fake",
         log_interval=5,
         watchdog_timeout=60.0,
