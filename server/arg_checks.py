@@ -25,6 +25,8 @@ def check_together(config: ServeConfig) -> list[str]:
         raise UsageError("--served-model-name must not be empty")
     if http.api_key is not None:
         check_key(http.api_key, "--api-key")
+    if http.admin_api_key is not None:
+        check_key(http.admin_api_key, "--admin-api-key")
     return [*_without_effect(config.runner.graph, config.origins), *_exposed(config)]
 
 

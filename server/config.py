@@ -59,6 +59,12 @@ class HttpConfig:
     api_key_file: str | None = option(
         None, "file with one accepted bearer token a line", group=API_GROUP
     )
+    admin_api_key: str | None = option(
+        None,
+        "opens /flush_cache, /start_profile, /stop_profile and abort_all to who sends this bearer "
+        "token; prefer the environment",
+        group=API_GROUP,
+    )
     served_model_name: tuple[str, ...] = option(
         (),
         "names of the model in the API; the first one is in the answers",
@@ -92,7 +98,7 @@ class FrontendConfig:
     """All that one frontend process is told, as one JSON document over an inherited pipe: the
     key never stands in a command line or an environment."""
 
-    http: HttpConfig  # with api_key and api_key_file blanked: see api_keys
+    http: HttpConfig  # with all keys blanked: see api_keys and admin_keys
     run_dir: str  # private folder of the sockets
     index: int  # from 0
     listen_fd: int  # the inherited listening TCP socket
@@ -104,3 +110,4 @@ class FrontendConfig:
     engine_silence_s: float = 32.0  # a ready engine that is silent for longer is dead
     server_info: dict[str, Any] = field(default_factory=dict)  # the flags; JSON-able, no key
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty = no key is asked for
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # empty = admin routes are closed

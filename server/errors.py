@@ -71,6 +71,15 @@ def model_not_found(name: str) -> ApiError:
     )
 
 
+def admin_closed() -> ApiError:
+    return ApiError(
+        403,
+        "This route is for the operator and is closed; start the server with --admin-api-key "
+        "and send that key as Authorization: Bearer KEY",
+        code="admin_closed",
+    )
+
+
 def overloaded() -> ApiError:
     return ApiError(
         503,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Indexable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -225,8 +226,9 @@ class Generation:
         self._live = len(plans)
         self._begun = self._last_output = time.monotonic()
 
-    def submit(self, *, cache_salt: str, name: str = "", priority: int = 0) -> None:
-        """Sends all sequences to the engine. Raises ApiError 503, with none of them running."""
+    def submit(self, *, cache_salt: str, names: Indexable[str] = (), priority: int = 0) -> None:
+        """Sends all sequences to the engine, by their clients' ``names`` if there are any.
+        Raises ApiError 503, with none of them running."""
         self._metrics.begin(self.usage().prompt_tokens)
         try:
             for choice in self.choices:
@@ -242,7 +244,7 @@ class Generation:
                     plan.sampling,
                     choice,
                     cache_salt=cache_salt,
-                    name=name,
+                    name=names[plan.index] if names else "",
                     priority=priority,
                 )
         except ApiError as error:
@@ -252,6 +254,11 @@ class Generation:
             self._mark_started()
             if not self._streamed:
                 self.abort()
+
+    @property
+    def seconds(self) -> float:
+        """Since the request was accepted."""
+        return time.monotonic() - self._begun
 
     @property
     def error(self) -> ApiError | None:

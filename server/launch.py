@@ -238,9 +238,10 @@ def _start_scheduler(plan: Plan, environ: Mapping[str, str]) -> Child:
 
 def _start_frontend(plan: Plan, index: int, environ: Mapping[str, str]) -> Child:
     runner, scheduler = plan.config.runner, plan.config.scheduler
+    admin_key = plan.config.http.admin_api_key
     listener = plan.listeners[index]
     config = FrontendConfig(
-        http=replace(plan.config.http, api_key=None, api_key_file=None),
+        http=replace(plan.config.http, api_key=None, api_key_file=None, admin_api_key=None),
         run_dir=str(plan.run_dir),
         index=index,
         listen_fd=listener.fileno(),
@@ -252,6 +253,7 @@ def _start_frontend(plan: Plan, index: int, environ: Mapping[str, str]) -> Child
         engine_silence_s=scheduler.watchdog_timeout + WATCHDOG_GRACE_S,
         server_info=flag_values(plan.config),
         api_keys=plan.api_keys,
+        admin_keys=() if admin_key is None else (admin_key,),
     )
     role = f"frontend {index}"
     fds = (listener.fileno(),)
@@ -262,7 +264,7 @@ def flag_values(config: ServeConfig) -> dict[str, object]:
     """Every flag and its value as given or by default, without keys: for /server_info."""
     owners = (config.runner, config.runner.graph, config.scheduler, config.http)
     by_type = {type(owner): owner for owner in owners}
-    secret = ("api_key", "api_key_file")
+    secret = ("api_key", "api_key_file", "admin_api_key")
     return {
         option.name: getattr(by_type[option.owner], option.name)
         for option in options()

@@ -135,11 +135,11 @@ def _snapshot_families(snapshot: MetricsSnapshot) -> list[Metric]:
         (snapshot.gauges, GaugeMetricFamily),
     ):
         for full_name, value in kinds.items():
-            name, labels = _split_name(full_name)
+            name, labels = split_name(full_name)
             family = _family(families, family_type, name, labels)
             family.add_metric(list(labels.values()), value)
     for full_name, (bounds, counts, total) in snapshot.histograms.items():
-        name, labels = _split_name(full_name)
+        name, labels = split_name(full_name)
         family = _family(families, HistogramMetricFamily, name, labels)
         family.add_metric(list(labels.values()), _cumulative(bounds, counts), total)
     return list(families.values())
@@ -155,7 +155,7 @@ def _family(
     return families[key]
 
 
-def _split_name(full_name: str) -> tuple[str, dict[str, str]]:
+def split_name(full_name: str) -> tuple[str, dict[str, str]]:
     """``name{a="x",b="y"}`` in its parts."""
     match = _NAME.match(full_name)
     name = match[0] if match else "unnamed"

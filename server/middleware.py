@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 HEALTH_PATHS = frozenset({"/health", "/health/live", "/ready", "/health/ready"})
+ADMIN_PATHS = frozenset({"/flush_cache", "/start_profile", "/stop_profile"})
+ADMIN_SCOPE = "duograph.admin"  # True in the scope of a request with an admin key
 _QUIET_PATHS = HEALTH_PATHS | {"/metrics"}
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -128,31 +130,55 @@ class HostCheck:
 
 
 class BearerAuth:
-    """Every route but the health ones needs one of the keys, if there are any."""
+    """Who may call what: every route but the health ones needs one of the keys, if there are any;
+    the admin routes need an admin key and are closed if there is none. An admin key opens
+    everything. Routes that are partly for admins read ``ADMIN_SCOPE`` from the scope."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
+        self._admin_digests = [_digest(key.encode()) for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        open_to_all = not self._digests or scope["type"] != "http"
-        if open_to_all or scope["path"] in HEALTH_PATHS or self._accepts(scope):
+        if scope["type"] != "http" or scope["path"] in HEALTH_PATHS:
             await self._app(scope, receive, send)
             return
-        error = ApiError(
-            401,
-            "Incorrect API key; send it as Authorization: Bearer KEY",
-            code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
-        )
-        await send_error(error, send)
+        given = _bearer_digest(scope)
+        is_admin = _matches(given, self._admin_digests)
+        is_known = _matches(given, self._digests)
+        if scope["path"] in ADMIN_PATHS:
+            refusal = None if is_admin else self._admin_refusal()
+        else:
+            refusal = None if is_admin or is_known or not self._digests else _wrong_key()
+        if refusal is not None:
+            await send_error(refusal, send)
+            return
+        scope[ADMIN_SCOPE] = is_admin
+        await self._app(scope, receive, send)
 
-    def _accepts(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))
-        # all keys are compared, so that the time does not tell which one was close
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+    def _admin_refusal(self) -> ApiError:
+        return _wrong_key() if self._admin_digests else errors.admin_closed()
+
+
+def _wrong_key() -> ApiError:
+    return ApiError(
+        401,
+        "Incorrect API key; send it as Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def _bearer_digest(scope: Scope) -> bytes:
+    """Of the key that the request carries; of none if it carries none."""
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return _digest(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else b""
+
+
+def _matches(digest: bytes, known: Sequence[bytes]) -> bool:
+    # all are compared, so that the time does not tell which one was close
+    matches = [hmac.compare_digest(digest, one) for one in known]
+    return any(matches)
 
 
 def _digest(key: bytes) -> bytes:

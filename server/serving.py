@@ -17,21 +17,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from duograph.runners.sampling_params import SamplingParams
 from duograph.scheduler.messages import EngineInfo
 from duograph.server import errors
-from duograph.server.answers import AnswerHead, chat_answer, completion_answer
-from duograph.server.body import read_json_body
+from duograph.server.answers import AnswerHead
+from duograph.server.body import parse_object, read_json_body
 from duograph.server.config import FrontendConfig
+from duograph.server.endpoints import Answer, NativeAnswer, OpenAIAnswer
 from duograph.server.engine_client import EngineClient
 from duograph.server.generation import ChoicePlan, Generation
 from duograph.server.metrics import FrontendMetrics
-from duograph.server.openai_schema import (
-    ChatRequest,
-    CompletionRequest,
-    parse_chat,
-    parse_completion,
-)
-from duograph.server.sse import ChunkFormat, EventStream
+from duograph.server.native import native_plans
+from duograph.server.native_schema import parse_generate
+from duograph.server.openai_schema import parse_chat, parse_completion
 from duograph.server.tokenizer import Tokenizer
 from duograph.server.translate import Translator
 
@@ -80,6 +78,12 @@ class Serving:
         assert self.engine.info is not None
         return self.engine.info
 
+    def check_ready(self) -> None:
+        """Raises ApiError 503 while nothing can be served."""
+        reason = self.unavailable()
+        if reason is not None:
+            raise reason
+
     async def drain(self, timeout_s: float, error: errors.ApiError | None = None) -> None:
         """Refuses new requests and waits for the running ones; those that are left at the
         timeout are ended with ``error``."""
@@ -100,33 +104,90 @@ class Serving:
             self._idle.clear()
             await self._idle.wait()
 
-    # the two endpoints
+    # the endpoints that generate; all raise ApiError
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions. Raises ApiError."""
-        self._check_accepting()
-        parsed = parse_chat(await read_json_body(request, self.config.http.max_body_bytes))
-        self._check_model(parsed.model)
+        """POST /v1/chat/completions."""
+        self.check_accepting()
+        return await self._chat(request.receive, await self.body(request))
+
+    async def completion(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        self.check_accepting()
+        return await self._completion(request.receive, await self.body(request))
+
+    async def generate(self, request: Request) -> Response:
+        """POST /generate."""
+        self.check_accepting()
+        return await self._generate(request.receive, await self.body(request))
+
+    async def invocation(self, request: Request) -> Response:
+        """POST /invocations: one of the three, told by the field that holds the prompt."""
+        self.check_accepting()
+        body = await self.body(request)
+        fields = parse_object(body)
+        for name, answer in (
+            ("messages", self._chat),
+            ("prompt", self._completion),
+            ("text", self._generate),
+            ("input_ids", self._generate),
+        ):
+            if name in fields:
+                return await answer(request.receive, body)
+        raise errors.bad_field("messages", "one of messages, prompt, text, input_ids is required")
+
+    async def _chat(self, receive: Receive, body: bytes) -> Response:
+        parsed = parse_chat(body)
+        self.check_model(parsed.model)
         with self._admit(parsed.num_sequences) as admission:
             plans = await self.translator.chat(parsed, self.info)
             head = AnswerHead.new("chatcmpl", self.config.served_names[0], parsed.client_id)
-            return await self._answer(request.receive, parsed, plans, head, admission)
+            answer = OpenAIAnswer(head, parsed, self.tokenizer)
+            return await self._answer(receive, plans, answer, admission)
 
-    async def completion(self, request: Request) -> Response:
-        """POST /v1/completions. Raises ApiError."""
-        self._check_accepting()
-        parsed = parse_completion(await read_json_body(request, self.config.http.max_body_bytes))
-        self._check_model(parsed.model)
+    async def _completion(self, receive: Receive, body: bytes) -> Response:
+        parsed = parse_completion(body)
+        self.check_model(parsed.model)
         with self._admit(parsed.num_sequences) as admission:
             plans = await self.translator.completion(parsed, self.info)
             head = AnswerHead.new("cmpl", self.config.served_names[0], parsed.client_id)
-            return await self._answer(request.receive, parsed, plans, head, admission)
+            answer = OpenAIAnswer(head, parsed, self.tokenizer)
+            return await self._answer(receive, plans, answer, admission)
 
-    def _check_accepting(self, sequences: int = 1) -> None:
+    async def _generate(self, receive: Receive, body: bytes) -> Response:
+        parsed = parse_generate(body)
+        with self._admit(1) as admission:
+            plans = await native_plans(parsed, self.translator, self.info)
+            admission.grow(len(plans))
+            answer = NativeAnswer.new(parsed, plans, self.tokenizer)
+            return await self._answer(receive, plans, answer, admission)
+
+    async def generate_one_token(self) -> None:
+        """A real request through the engine, that of GET /health_generate. Raises ApiError."""
+        self.check_accepting()
+        with self._admit(1):
+            sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+            generation = self._new_generation([ChoicePlan(0, [0], sampling)], streamed=False)
+            generation.submit(cache_salt="")
+            try:
+                await generation.done
+            finally:
+                generation.abort()
+            if generation.error is not None:
+                raise generation.error
+
+    async def body(self, request: Request) -> bytes:
+        """Raises ApiError 408, 413 or 415."""
+        return await read_json_body(request, self.config.http.max_body_bytes)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404."""
+        if name not in (None, ANY_MODEL, *self.config.served_names):
+            raise errors.model_not_found(str(name))
+
+    def check_accepting(self, sequences: int = 1) -> None:
         """Before anything is read: a full or starting server answers at once."""
-        reason = self.unavailable()
-        if reason is not None:
-            raise reason
+        self.check_ready()
         limit = self.info.max_running_requests + self.config.max_queue
         if sequences > limit:  # never retried with success, so it is not "overloaded"
             raise errors.bad_field(
@@ -138,12 +199,8 @@ class Serving:
         if is_full or self.engine.heartbeat.waiting >= self.config.max_queue:
             raise errors.overloaded()
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, ANY_MODEL, *self.config.served_names):
-            raise errors.model_not_found(str(name))
-
     def _admit(self, sequences: int) -> _Admission:
-        self._check_accepting(sequences)  # others may have come while the body was read
+        self.check_accepting(sequences)  # others may have come while the body was read
         self._admitted += sequences
         self._requests += 1
         return _Admission(self, sequences)
@@ -154,27 +211,21 @@ class Serving:
         if self._requests == 0:
             self._idle.set()
 
-    async def _answer(
-        self,
-        receive: Receive,
-        request: ChatRequest | CompletionRequest,
-        plans: list[ChoicePlan],
-        head: AnswerHead,
-        admission: _Admission,
-    ) -> Response:
-        """A response to ``plans``. An error before its first byte is raised as ApiError."""
-        generation = Generation(
+    def _new_generation(self, plans: list[ChoicePlan], *, streamed: bool) -> Generation:
+        return Generation(
             plans,
             client=self.engine,
             tokenizer=self.tokenizer,
             metrics=self.metrics,
-            streamed=request.stream,
+            streamed=streamed,
         )
-        generation.submit(
-            cache_salt=request.cache_salt,
-            name=request.client_id or "",
-            priority=request.priority or 0,
-        )
+
+    async def _answer(
+        self, receive: Receive, plans: list[ChoicePlan], answer: Answer, admission: _Admission
+    ) -> Response:
+        """A response to ``plans``. An error before its first byte is raised as ApiError."""
+        generation = self._new_generation(plans, streamed=answer.streamed)
+        answer.submit(generation)
         self._generations.add(generation)
         watcher = asyncio.create_task(_watch(receive, generation))
 
@@ -185,23 +236,14 @@ class Serving:
 
         admission.on_release(close)
         await generation.started
-        if request.stream and generation.error is None and not generation.abandoned:
-            chunks = ChunkFormat(
-                head,
-                chat=isinstance(request, ChatRequest),
-                include_usage=request.include_usage,
-                continuous_usage=request.continuous_usage,
-                token_ids=request.return_token_ids,
-                tokenizer=self.tokenizer,
-            )
-            return EventStream(generation, chunks, on_close=admission.hand_over())
+        if answer.streamed and generation.error is None and not generation.abandoned:
+            return answer.stream(generation, admission.hand_over())
         await generation.done
         if generation.abandoned:
             return Response(status_code=CLIENT_GONE)
-        if generation.error is not None:
+        if generation.error is not None and not answer.tells(generation.error):
             raise generation.error
-        make = chat_answer if isinstance(request, ChatRequest) else completion_answer
-        body = orjson.dumps(make(head, generation, self.tokenizer))
+        body = orjson.dumps(answer.whole(generation))
         return Response(body, media_type="application/json")
 
 
@@ -221,6 +263,14 @@ class _Admission:
     def __exit__(self, *_: object) -> None:
         if not self._handed_over:
             self._end()
+
+    def grow(self, sequences: int) -> None:
+        """The request has turned out to be ``sequences``. Raises ApiError if they are too many."""
+        more = sequences - self._sequences
+        if more > 0:
+            self._serving.check_accepting(more)
+            self._serving._admitted += more
+            self._sequences = sequences
 
     def on_release(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)

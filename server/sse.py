@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from duograph.server.answers import AnswerHead, CompletionLogprobs, chat_logprobs
+from duograph.server.errors import ApiError
 from duograph.server.generation import Choice, Generation
 from duograph.server.protocol import SLOW_READER_S, WIRE_EXTENSION, Wire
 from duograph.server.tokenizer import Tokenizer
@@ -134,23 +135,28 @@ class ChunkFormat:
 
 
 class EventStream(Response):
-    """The running response of one generation that has begun without an error."""
+    """The running response of one generation that has begun without an error. A subclass says
+    what is written for each piece."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, generation: Generation, chunks: ChunkFormat, *, on_close: Callable[[], None]
-    ) -> None:
+    def __init__(self, generation: Generation, *, on_close: Callable[[], None]) -> None:
         """``on_close`` is called once, when the response has been sent or given up."""
         self.status_code = 200
         self.background = None
         self.raw_headers = list(HEADERS)
-        self._generation = generation
-        self._chunks = chunks
+        self.generation = generation
         self._on_close = on_close
-        self._opened = [False] * len(generation.choices)
-        self._open_choices = len(generation.choices)
         self._wire: Wire | None = None
+
+    def payload(self, choice: Choice, text: str) -> bytes:
+        """The events for new ``text`` of ``choice``, which may have ended; empty for none."""
+        raise NotImplementedError
+
+    @staticmethod
+    def error_event(error: ApiError) -> bytes:
+        """And no [DONE] after it, which would read as success."""
+        return b"data: " + error.body() + b"\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -162,8 +168,8 @@ class EventStream(Response):
         self._wire = wire
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(head)
-        self._generation.attach(self._write)
-        await self._generation.done
+        self.generation.attach(self._write)
+        await self.generation.done
         try:
             async with asyncio.timeout(SLOW_READER_S):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -172,30 +178,41 @@ class EventStream(Response):
 
     def _write(self, choice: Choice, text: str) -> None:
         """Called by the generation at every piece; runs within the engine client's turn."""
-        payload = self._payload(choice, text)
-        if choice.error is not None:  # and no [DONE], which would read as success
-            payload += b"data: " + choice.error.body() + b"\n\n"
+        payload = self.payload(choice, text)
         if payload and self._wire is not None and not self._wire.write_chunk(payload):
-            self._generation.abort()
+            self.generation.abort()
 
-    def _payload(self, choice: Choice, text: str) -> bytes:
+
+class ChunkStream(EventStream):
+    """Chunks of the two OpenAI endpoints."""
+
+    def __init__(
+        self, generation: Generation, chunks: ChunkFormat, *, on_close: Callable[[], None]
+    ) -> None:
+        super().__init__(generation, on_close=on_close)
+        self._chunks = chunks
+        self._opened = [False] * len(generation.choices)
+        self._open_choices = len(generation.choices)
+
+    def payload(self, choice: Choice, text: str) -> bytes:
         index = choice.plan.index
-        if self._opened[index]:
-            if choice.finish_reason is None:  # the common case
-                return self._chunks.text(choice, text, self._generation) if text else b""
-            payload = b""
-        else:
+        if self._opened[index] and choice.finish_reason is None and choice.error is None:
+            return self._chunks.text(choice, text, self.generation) if text else b""
+        payload = b""
+        if not self._opened[index]:
             self._opened[index] = True
-            payload = self._chunks.role(choice, self._generation) if self._chunks.chat else b""
+            payload = self._chunks.role(choice, self.generation) if self._chunks.chat else b""
             text = choice.plan.echo_text + text
         if text:
-            payload += self._chunks.text(choice, text, self._generation)
+            payload += self._chunks.text(choice, text, self.generation)
         if choice.finish_reason is not None:
-            payload += self._chunks.finish(choice, self._generation)
+            payload += self._chunks.finish(choice, self.generation)
             self._open_choices -= 1
             if self._open_choices == 0:
                 payload += (
-                    self._chunks.usage(self._generation) if self._chunks.include_usage else b""
+                    self._chunks.usage(self.generation) if self._chunks.include_usage else b""
                 )
                 payload += DONE
+        if choice.error is not None:
+            payload += self.error_event(choice.error)
         return payload

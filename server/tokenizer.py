@@ -122,6 +122,15 @@ class Tokenizer:
         text: str = self._raw.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
+    async def decode_in_pool(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        """``decode``, off the event loop if it is long."""
+        if len(tokens) <= INLINE_CHARS:
+            return self.decode(tokens, skip_special_tokens=skip_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, lambda: self.decode(tokens, skip_special_tokens=skip_special_tokens)
+        )
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; empty for an id that the vocabulary lacks."""
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""

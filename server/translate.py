@@ -69,14 +69,7 @@ class Translator:
     async def chat(self, request: ChatRequest, info: EngineInfo) -> list[ChoicePlan]:
         """Raises ApiError 400."""
         self.check_choices(request.n, 1)
-        continues = request.continue_final_message
-        adds_prompt = request.add_generation_prompt
-        input_ids = await self.template.encode(
-            [self._message(i, message) for i, message in enumerate(request.messages)],
-            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
-            continue_final_message=continues,
-            variables=self._variables(request),
-        )
+        input_ids = await self.chat_ids(request)
         asked = request.max_completion_tokens
         name = "max_completion_tokens" if asked is not None else "max_tokens"
         max_tokens = self.max_tokens(
@@ -86,6 +79,17 @@ class Translator:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         sampling = self.sampling(request, max_tokens, logprobs, info, max_name=name)
         return self._plans(request, [input_ids], sampling)
+
+    async def chat_ids(self, request: ChatRequest) -> list[int]:
+        """The prompt that the chat template makes. Raises ApiError 400."""
+        continues = request.continue_final_message
+        adds_prompt = request.add_generation_prompt
+        return await self.template.encode(
+            [self._message(i, message) for i, message in enumerate(request.messages)],
+            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+            continue_final_message=continues,
+            variables=self._variables(request),
+        )
 
     async def completion(self, request: CompletionRequest, info: EngineInfo) -> list[ChoicePlan]:
         """Raises ApiError 400. Plans with no tokens to generate must not reach the engine."""

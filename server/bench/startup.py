@@ -118,7 +118,7 @@ def measure(flags: Sequence[str], cache: str, cache_home: Path, log: Path) -> St
     began = time.time()
     with ServerTree(flags, log, environ=environ) as tree:
         with urllib.request.urlopen(f"{tree.url}/graphs", timeout=30) as answer:
-            captured = json.load(answer)["captured"]
+            captured = json.load(answer)
     moments = log_moments(log.read_text(errors="replace").splitlines())
     return explain(captured, moments, began, cache=cache, cache_files=count_files(cache_home))
 

@@ -69,7 +69,7 @@ def test_server_info_has_flags_limits_and_the_engines_state(new_server: Any) -> 
 def test_graphs_shows_captures_and_counters(http: httpx.Client, eventually: Any) -> None:
     eventually(lambda: http.get("/graphs").json()["counters"], what="a snapshot")
     page = http.get("/graphs").json()
-    assert page["captured"] == {"decode": {"sizes": [1, 2, 4]}}
+    assert list(page["decode"]["sizes"]) == ["1", "2", "4"]
     assert 'duograph_graph_replays_total{phase="decode",size="4"}' in page["counters"]
 
 

@@ -1,0 +1,206 @@
+"""/openapi.json: what the routes accept and answer, beyond what FastAPI can see of routes that
+read their own bodies. Knows paths and schemas; changes nothing at run time."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from duograph.server.native_routes import AbortBody
+from duograph.server.native_schema import GenerateBody
+from duograph.server.openai_schema import ChatRequest, CompletionRequest
+from duograph.server.tokenize import DetokenizeBody, TokenizeBody
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/"
+# By path: the bodies that it takes.
+_BODIES: dict[str, tuple[type[BaseModel], ...]] = {
+    "/v1/chat/completions": (ChatRequest,),
+    "/v1/completions": (CompletionRequest,),
+    "/generate": (GenerateBody,),
+    "/invocations": (ChatRequest, CompletionRequest, GenerateBody),
+    "/tokenize": (TokenizeBody, ChatRequest),
+    "/v1/tokenize": (TokenizeBody, ChatRequest),
+    "/detokenize": (DetokenizeBody,),
+    "/v1/detokenize": (DetokenizeBody,),
+    "/abort_request": (AbortBody,),
+}
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/generate", "/invocations")
+_ADMIN = ("/flush_cache", "/start_profile", "/stop_profile")
+_OPEN = ("/health", "/health/live", "/ready", "/health/ready")
+
+_TEXT: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _TEXT,
+                "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_MODEL: Schema = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by", "max_model_len"],
+    "properties": {
+        "id": _TEXT,
+        "object": {"const": "model"},
+        "created": _COUNT,
+        "owned_by": _TEXT,
+        "root": _TEXT,
+        "max_model_len": {"type": ["integer", "null"]},
+    },
+}
+
+
+def _answer(kind: str, choice: Schema) -> Schema:
+    shared = {"index": _COUNT, "finish_reason": {"enum": ["stop", "length", "tool_calls"]}}
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": _TEXT,
+            "object": {"const": kind},
+            "created": _COUNT,
+            "model": _TEXT,
+            "choices": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["index", "finish_reason", "logprobs", *choice],
+                    "properties": {**shared, "logprobs": {"type": ["object", "null"]}, **choice},
+                },
+            },
+            "usage": {
+                "type": "object",
+                "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+                "properties": {
+                    "prompt_tokens": _COUNT,
+                    "completion_tokens": _COUNT,
+                    "total_tokens": _COUNT,
+                },
+            },
+        },
+    }
+
+
+_NATIVE: Schema = {
+    "type": "object",
+    "required": ["text", "output_ids", "meta_info"],
+    "properties": {
+        "text": _TEXT,
+        "output_ids": {"type": "array", "items": _COUNT},
+        "meta_info": {"type": "object"},
+    },
+}
+_CHAT = _answer("chat.completion", {"message": {"type": "object", "required": ["role"]}})
+_COMPLETION = _answer("text_completion", {"text": _TEXT})
+_NATIVE_ANSWER: Schema = {"anyOf": [_NATIVE, {"type": "array", "items": _NATIVE}]}
+_ANSWERS: dict[str, Schema] = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": _COMPLETION,
+    "/generate": _NATIVE_ANSWER,
+    "/invocations": {"anyOf": [_CHAT, _COMPLETION, *_NATIVE_ANSWER["anyOf"]]},
+    "/v1/models/{name}": _MODEL,
+    "/v1/models": {
+        "type": "object",
+        "required": ["object", "data"],
+        "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}},
+    },
+    "/abort_request": {
+        "type": "object",
+        "required": ["aborted"],
+        "properties": {"aborted": _COUNT},
+    },
+}
+
+
+def describe(api: FastAPI) -> None:
+    """Completes what FastAPI generates."""
+    generate = api.openapi
+
+    def openapi() -> Schema:
+        if api.openapi_schema is not None:
+            return api.openapi_schema
+        document = generate()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(_body_schemas())
+        schemas["Error"] = _ERROR
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                _complete(operation, path, method)
+        return document
+
+    api.openapi = openapi  # type: ignore[method-assign]
+
+
+def _complete(operation: Schema, path: str, method: str) -> None:
+    responses: Schema = operation.setdefault("responses", {})
+    responses.pop("422", None)  # FastAPI's own shape; here it is a 400
+    content: Schema = {}
+    if path == "/metrics":
+        content["text/plain"] = {"schema": _TEXT}
+    else:
+        content["application/json"] = {"schema": _ANSWERS.get(path, {"type": "object"})}
+    if path in _STREAMED:
+        content["text/event-stream"] = {"schema": _TEXT}
+    responses["200"] = {"description": "The answer", "content": content}
+    for status in _statuses(path, method):
+        error: Schema = {"schema": {"$ref": f"{_REF}Error"}}
+        if path.endswith("/ready"):  # the error, and how far the start is, side by side
+            error = {"schema": {"allOf": [error["schema"], {"type": "object"}]}}
+        responses[status] = {"description": "Error", "content": {"application/json": error}}
+    if path not in _OPEN:
+        operation["security"] = [{"key": []}]
+    if method != "get" and path in _BODIES:
+        several = [{"$ref": _REF + model.__name__} for model in _BODIES[path]]
+        schema = several[0] if len(several) == 1 else {"anyOf": several}
+        content = {"application/json": {"schema": schema}}
+        operation["requestBody"] = {"required": True, "content": content}
+
+
+def _statuses(path: str, method: str) -> list[str]:
+    found = {"421", "500"}
+    if path not in _OPEN:
+        found |= {"401", "403"}
+    if path in _BODIES:
+        found |= {"400", "408", "413", "415", "503"}
+    if path in (*_OPEN, *_ADMIN, "/ping", "/health_generate"):
+        found.add("503")
+    if path in _ADMIN:
+        found.add("409")
+    if path == "/v1/models/{name}" or path in _BODIES:
+        found.add("404")
+    return sorted(found)
+
+
+def _body_schemas() -> Schema:
+    """Of the bodies, with null allowed wherever a field may be left out."""
+    models = sorted({model for several in _BODIES.values() for model in several}, key=str)
+    wanted: list[tuple[type[BaseModel], Literal["validation"]]] = [
+        (model, "validation") for model in models
+    ]
+    _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
+    schemas: Schema = definitions["$defs"]
+    for model in models:
+        schema = schemas[model.__name__]
+        required = schema.get("required", [])
+        for name, field in schema["properties"].items():
+            kinds = field.get("anyOf", [])
+            if name not in required and {"type": "null"} not in kinds and len(field) > 1:
+                title = field.pop("title", name)
+                schema["properties"][name] = {"title": title, "anyOf": [field, {"type": "null"}]}
+    return schemas
