@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,13 +11,13 @@ _BLOCK = 4096
 
 @triton.jit
 def _masked_kernel(
-    logits: Any,
-    index: Any,
-    bitmask: Any,
-    masked: Any,
-    vocab: Any,
-    words: Any,
-    logits_stride: Any,
+    logits: tl.tensor,
+    index: tl.tensor,
+    bitmask: tl.tensor,
+    masked: tl.tensor,
+    vocab: tl.tensor,
+    words: tl.tensor,
+    logits_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
