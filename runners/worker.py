@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from duograph.runners.attention_choice import create_attention
+from duograph.runners.attention_choice import create_attention, warm_up_long_steps
 from duograph.runners.batch import ForwardBatch, StepOutput
 from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.capture import Progress
@@ -81,6 +81,7 @@ class ModelWorker:
         self.config = resolve_auto(runner_config, model_config, device)
         self.device = device
         self._model = model
+        self._weight_bytes = model.weight_bytes()
         self._layout = KVLayout(
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
@@ -105,6 +106,13 @@ class ModelWorker:
             max_pages=-(-context // _known(self.config.page_size)),
             vocab_size=model_config.vocab_size,
             device=device,
+        )
+        warm_up_long_steps(
+            self._attention,
+            self._table.page_table,
+            self._layout.page_size,
+            model_config,
+            model.activation_dtype,
         )
         self._buffers = GraphInputBuffers(
             max_bs=running, max_tokens=_known(self.config.chunked_prefill_size), device=device
@@ -163,7 +171,7 @@ class ModelWorker:
                 "Memory needs: activations %.2f GB, decode graphs %.2f GB, prefill graphs %.2f GB",
                 *(n / GIB for n in (needs.activations, needs.decode_graphs, needs.prefill_graphs)),
             )
-        weights = self._model.weight_bytes()
+        weights = self._weight_bytes
         self._num_pages = plan_pages(self.config, self._layout, self.device, needs, weights)
         self._stages.lap("measure_graphs")
 
@@ -212,12 +220,17 @@ class ModelWorker:
         ``decode`` and ``prefill`` hold, per captured size, ``seconds`` and ``nbytes`` of the
         capture, ``replays``, ``real`` and ``padded`` rows or tokens, and the ``dropped``
         sizes; ``eager_steps`` counts by phase and reason; ``start_seconds`` by stage, in order;
-        ``compiles`` how many Triton kernels were compiled and how many came from the cache.
+        ``compiles`` how many Triton kernels were compiled and how many came from the cache;
+        ``memory_bytes`` what ``weight`` and ``kv_cache`` hold.
         """
         return {
             **self._built().stats(),
             "start_seconds": dict(self._stages.seconds),
             "compiles": self._compiles.as_dict(),
+            "memory_bytes": {
+                "weight": self._weight_bytes,
+                "kv_cache": self._built().parts.kv_pool.nbytes,
+            },
         }
 
     def close(self) -> None:

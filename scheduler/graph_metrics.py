@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 _PHASES = ("decode", "prefill")
+_GIB = 1 << 30
 
 
 def graph_metrics(stats: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
     """(counters, gauges). ``phase`` is decode or prefill; sizes are rows or tokens."""
     counters: dict[str, float] = {"duograph_graph_recompiles_total": float(stats["recompiles"])}
     gauges: dict[str, float] = {"duograph_graph_pool_bytes": float(stats["pool_bytes"])}
+    gauges |= _start_figures(stats)
     for phase in _PHASES:
         replays = 0
         for size, one in stats[phase]["sizes"].items():
@@ -32,6 +34,23 @@ def graph_metrics(stats: dict[str, Any]) -> tuple[dict[str, float], dict[str, fl
     decode = stats["decode"]
     gauges["sglang:is_cuda_graph"] = float(bool(decode["enabled"] and decode["sizes"]))
     return counters, gauges
+
+
+def _start_figures(stats: dict[str, Any]) -> dict[str, float]:
+    """What the start took, under the names of SGLang 0.5.23. GB are 2^30 bytes, as there."""
+    figures: dict[str, float] = {}
+    for stage, seconds in stats.get("start_seconds", {}).items():
+        figures[f'sglang:startup_time_seconds{{phase="{stage}"}}'] = float(seconds)
+    for part, nbytes in stats.get("memory_bytes", {}).items():
+        figures[f"sglang:{part}_memory_usage_gb"] = nbytes / _GIB
+    for phase in _PHASES:
+        sizes = stats[phase]["sizes"].values()
+        label = f'{{phase="{phase}"}}'
+        nbytes, seconds = (sum(one[name] for one in sizes) for name in ("nbytes", "seconds"))
+        figures[f"sglang:graph_memory_usage_gb{label}"] = nbytes / _GIB
+        figures[f"sglang:startup_cuda_graph_time_seconds{label}"] = float(seconds)
+        figures[f"duograph_graph_dropped_sizes{label}"] = float(len(stats[phase]["dropped"]))
+    return figures
 
 
 def eager_steps(stats: dict[str, Any], phase: str) -> int:

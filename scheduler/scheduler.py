@@ -255,8 +255,10 @@ class Scheduler:
         self.stats.steps += 1
         if plan.is_extend:
             self.stats.extend_steps += 1
+            self.stats.prefill_sizes.observe(plan.num_tokens)
         else:
             self.stats.decode_steps += 1
+            self.stats.decode_sizes.observe(len(plan.rows))
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, result)
         for index in plan.constrained:

@@ -24,6 +24,10 @@ TOKEN_BOUNDS = (
 )
 
 
+# rows of a decode step, tokens of a prefill step
+SIZE_BOUNDS = tuple(float(1 << power) for power in range(15))
+
+
 class Histogram:
     """Counts per bucket: value <= bound, and one unbounded bucket at the end."""
 
@@ -70,6 +74,9 @@ class SchedulerStats:
     queue_time: Histogram = field(default_factory=_latency)
     prefill_time: Histogram = field(default_factory=_latency)
     decode_time: Histogram = field(default_factory=_latency)
+
+    decode_sizes: Histogram = field(default_factory=lambda: Histogram(SIZE_BOUNDS))
+    prefill_sizes: Histogram = field(default_factory=lambda: Histogram(SIZE_BOUNDS))
 
     def observe_gaps(self, previous: Iterable[float], now: float) -> None:
         """One inter-token gap per entry of ``previous``, the time of the token before. In a
@@ -144,6 +151,8 @@ def snapshot(
         "sglang:inter_token_latency_seconds": stats.inter_token_latency,
         "sglang:e2e_request_latency_seconds": stats.e2e_latency,
         "sglang:queue_time_seconds": stats.queue_time,
+        'duograph_graph_batch_size{phase="decode"}': stats.decode_sizes,
+        'duograph_graph_batch_size{phase="prefill"}': stats.prefill_sizes,
         f'{stage}{{stage="queue"}}': stats.queue_time,
         f'{stage}{{stage="prefill"}}': stats.prefill_time,
         f'{stage}{{stage="decode"}}': stats.decode_time,

@@ -21,12 +21,14 @@ from prometheus_client.metrics_core import (
 
 from duograph.scheduler.messages import MetricsSnapshot
 from duograph.scheduler.stats import Histogram
+from duograph.server.metric_help import HELP
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
@@ -151,15 +153,22 @@ def _family(
     # a name with other label names is a family of its own to the library, which keeps the text
     key = f"{name}|{','.join(labels)}"
     if key not in families:
-        families[key] = family_type(name, name.replace("_", " "), labels=list(labels))
+        base = name.removesuffix("_total") if family_type is CounterMetricFamily else name
+        text = HELP.get(base, base.replace("_", " "))
+        families[key] = family_type(name, text, labels=list(labels))
     return families[key]
 
 
 def split_name(full_name: str) -> tuple[str, dict[str, str]]:
-    """``name{a="x",b="y"}`` in its parts."""
+    """``name{a="x",b="y"}`` in its parts, the values as they were before they were escaped."""
     match = _NAME.match(full_name)
     name = match[0] if match else "unnamed"
-    return name, dict(_LABEL.findall(full_name[len(name) :]))
+    labels = _LABEL.findall(full_name[len(name) :])
+    return name, {key: _ESCAPED.sub(_unescaped, value) for key, value in labels}
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]
 
 
 def _cumulative(bounds: list[float], counts: list[int]) -> list[tuple[str, float]]:

@@ -22,6 +22,8 @@ GRAPH_STATS = {
     },
     "prefill": {"enabled": False, "sizes": {}, "dropped": []},
     "eager_steps": {"decode": {"too_large": 7}, "prefill": {"disabled": 5}},
+    "start_seconds": {"weights": 1.5, "capture_decode": 0.75},
+    "memory_bytes": {"weight": 3 << 29, "kv_cache": 1 << 30},
 }
 
 
@@ -80,6 +82,17 @@ def test_the_snapshot_speaks_sglangs_names_with_their_labels() -> None:
     assert page.counters['duograph_graph_replays_total{phase="decode",size="4"}'] == 3.0
     assert page.counters['duograph_graph_padded_tokens_total{phase="decode",size="4"}'] == 2.0
     assert page.counters['duograph_graph_eager_total{phase="prefill",reason="disabled"}'] == 5.0
+    assert page.gauges[f'sglang:graph_memory_usage_gb{{phase="decode",{labels}}}'] == 150 / (
+        1 << 30
+    )
+    seconds = f'sglang:startup_cuda_graph_time_seconds{{phase="decode",{labels}}}'
+    assert page.gauges[seconds] == 0.75
+    assert page.gauges[f'sglang:startup_time_seconds{{phase="weights",{labels}}}'] == 1.5
+    assert page.gauges[f"sglang:weight_memory_usage_gb{{{labels}}}"] == 1.5
+    assert page.gauges[f"sglang:kv_cache_memory_usage_gb{{{labels}}}"] == 1.0
+    _, sizes, total = page.histograms['duograph_graph_batch_size{phase="decode"}']
+    assert sizes[0] == 3 and total == 3.0, "three steps of one row"
+    assert page.histograms['duograph_graph_batch_size{phase="prefill"}'][2] == 16.0
     bounds, counts, _ = page.histograms[f"sglang:time_to_first_token_seconds{{{labels}}}"]
     assert len(counts) == len(bounds) + 1 and sum(counts) == 1
     assert eager_steps(GRAPH_STATS, "decode") == 7
