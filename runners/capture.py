@@ -6,6 +6,7 @@ This file knows no phase but the words it is given.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -116,6 +117,7 @@ def _announce(
 
 
 def _warn_dropped(wording: Wording, size: int, device: torch.device) -> None:
+    gc.collect()  # the failed capture's frames; during a start the collector is off
     if device.type == "cuda":
         torch.cuda.empty_cache()
     logger.warning(

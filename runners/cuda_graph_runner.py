@@ -21,7 +21,7 @@ from duograph.runners.graph import Graph, GraphBackend
 from duograph.runners.parts import RunnerParts, Transformer
 from duograph.runners.sampler import Sampler
 
-WARMUPS = 2
+WARMUPS = 1  # kernels compile or load at their first launch
 
 DECODE_WORDING = Wording(
     phase="capturing_decode",

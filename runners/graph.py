@@ -170,7 +170,11 @@ class _CudaMemory:
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """Keeps the garbage collector from walking the model at every capture."""
+    """Keeps the garbage collector from walking the model at every capture. Nothing is left to do
+    where it is off, as in an engine that starts."""
+    if not gc.isenabled():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

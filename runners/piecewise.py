@@ -23,7 +23,7 @@ from torch.fx.passes.split_module import split_module
 from duograph.kernels.custom_op import function_of, is_split_op
 from duograph.runners.graph import CaptureError, Graph, GraphBackend
 from duograph.runners.parts import Transformer
-from duograph.runners.piece_compiler import compile_pieces
+from duograph.runners.piece_compiler import compile_pieces, kernels_key
 
 
 class RecompileError(RuntimeError):
@@ -185,6 +185,7 @@ class _LevelCapture:
         self._backend = backend
         self._pieces = pieces
         self._warmups = warmups
+        self._warm: set[object] = set()  # what has been called in this level
         self._steps: list[Callable[[], object]] = []
         self._values: dict[torch.fx.Node, Any] = {}
         self._owners: dict[torch.fx.Node, list[torch.Tensor]] = {}
@@ -223,8 +224,12 @@ class _LevelCapture:
 
     def _capture_piece(self, node: torch.fx.Node) -> None:
         arguments = self._resolve(node.args)
-        piece = _PieceCall(self._pieces[str(node.target)], arguments)
-        graph, outputs = self._backend.capture(piece, warmups=self._warmups)
+        function = self._pieces[str(node.target)]
+        piece = _PieceCall(function, arguments)
+        key = kernels_key(function, arguments)
+        warmups = 0 if key is not None and key in self._warm else self._warmups
+        graph, outputs = self._backend.capture(piece, warmups=warmups)
+        self._warm.add(key)
         self._steps.append(graph.replay)
         self._graphs.append(graph)
         self._seconds += graph.seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,8 @@ from duograph.scheduler.engine_config import EngineConfig
 from duograph.scheduler.messages import Phase
 
 if TYPE_CHECKING:
+    import torch
+
     from duograph.runners.worker import WorkerLimits
 
 _log = logging.getLogger(__name__)
@@ -41,15 +44,22 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     stages = StageClock()
     import torch
 
-    from duograph.runners.memory import GIB, available_bytes
-    from duograph.runners.model_config import ModelConfig
-    from duograph.runners.models.loader import load_model
     from duograph.runners.resolve import resolve_device
-    from duograph.runners.worker import ModelWorker
 
     runner = replace(config.runner, model_path=config.model_folder)
-    stages.lap("imports")
     device = torch.device(resolve_device(runner.device))
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as behind_imports:
+        awake = behind_imports.submit(wake_device, device)
+        from duograph.runners.memory import GIB, available_bytes
+        from duograph.runners.model_config import ModelConfig
+        from duograph.runners.models.loader import load_model
+        from duograph.runners.worker import ModelWorker
+
+        if not runner.graph.disable_piecewise_cuda_graph:
+            import torch._dynamo  # the tracer, in time for the trace
+
+        stages.lap("imports")
+        awake.result()
     progress("loading_weights", 0, 0)
     model_config = ModelConfig.from_folder(Path(config.model_folder))
     free_before, started = available_bytes(device), time.monotonic()
@@ -96,6 +106,17 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         "decode_attention_backend": worker.config.decode_attention_backend,
     }
     return LoadedWorker(worker, engine_limits, device.type == "cuda", details, stages)
+
+
+def wake_device(device: torch.device) -> None:
+    """Makes the CUDA context and the matrix library's handle, which needs half a second and no
+    interpreter. Nothing on the CPU."""
+    import torch
+
+    if device.type == "cuda":
+        ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(ones, ones)
+        torch.cuda.synchronize(device)
 
 
 def limits_line(limits: WorkerLimits, free_gib: float) -> str:

@@ -1,4 +1,4 @@
-"""The engine process: ``python -m duograph.scheduler.process --config-fd N``.
+"""The engine process: ``python -m duograph.scheduler --config-fd N``.
 
 Set-up, in order: config, death with the parent, signals, sockets, model, warm-up, ready; then
 one of the two loops until SIGTERM or a failure. Exit codes are those of exit_codes.py; whatever
@@ -58,7 +58,7 @@ _LAST_WORDS_MS = 1_000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="duograph.scheduler.process")
+    parser = argparse.ArgumentParser(prog="duograph.scheduler")
     parser.add_argument("--config-fd", type=int, required=True)
     return run_engine(read_config(parser.parse_args().config_fd), load_worker)
 
@@ -139,6 +139,7 @@ class _Start:
         # What start-up made stays for ever: the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        gc.enable()  # see __main__.py
         loaded.stages.lap("warm_up")
         seconds = {"process": before, **loaded.stages.seconds}
         _log.info("%s", start_line(seconds))
@@ -253,9 +254,9 @@ def _leave_now(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(ExitCode.OK)  # while starting: nobody waits for an answer
 
 
-if __name__ == "__main__":
-    exit_code = main()
+def leave(exit_code: int) -> None:
+    """Ends the process after a failure. The device may be in any state: nothing is taken down in
+    order, it could hang."""
     if exit_code:
-        # The device may be in any state: take nothing down in order, it could hang.
         sys.stderr.flush()
         os._exit(exit_code)

@@ -233,7 +233,7 @@ def _start_scheduler(plan: Plan, environ: Mapping[str, str]) -> Child:
         spawned_at=time.monotonic(),
     )
     environ = engine_environment(environ)
-    return start_child("scheduler", "duograph.scheduler.process", config, environ=environ)
+    return start_child("scheduler", "duograph.scheduler", config, environ=environ)
 
 
 def _start_frontend(plan: Plan, index: int, environ: Mapping[str, str]) -> Child:

@@ -110,6 +110,32 @@ def test_pieces_lie_between_split_ops() -> None:
     cut.check(8)
 
 
+class WarmUps(RecordedGraphBackend):
+    """Notes how often each capture is warmed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def capture(
+        self, function: Captured, *, warmups: int = 0
+    ) -> tuple[RecordedGraph, tuple[torch.Tensor, ...]]:
+        self.asked.append(warmups)
+        return super().capture(function, warmups=warmups)
+
+
+def test_like_layers_are_warmed_up_once_a_level() -> None:
+    model = Toy(4)
+    cut = Level(model, 8)
+    for layer, changed in ((None, [1, 1, 0, 0, 1]), (2, [1, 1, 1, 0, 1])):
+        backend = WarmUps()
+        if layer is not None:  # its projection's weight is laid out in another way
+            weight = model.get_parameter(f"projections.{layer}.weight")
+            weight.data = weight.data.t().contiguous().t()
+        cut.cutter.capture(backend, cut.ids[:8], cut.positions[:8], 1)
+        assert backend.asked == changed
+
+
 def test_what_comes_before_the_first_split_op_can_run_ahead() -> None:
     cut = Level(Toy(2), 8)
     sequence = cut.sequences[8]
