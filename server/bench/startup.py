@@ -34,6 +34,7 @@ MEANING = {
     "imports": "import of the model, the graph runners and torch's tracer",
     "device": "the CUDA context",
     "weights": "making the model, reading or drawing its weights",
+    "attention_kernels": "attention kernels that a library compiles before the first step",
     "tables": "tables of requests, buffers, rotary table",
     "first_steps": "the largest eager steps; kernels are compiled or loaded in them",
     "trace": "torch.compile traces the model and cuts it",

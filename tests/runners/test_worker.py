@@ -65,6 +65,7 @@ def test_graph_stats_can_be_sent_as_json() -> None:
     assert stats["backend"] == "recorded" and stats["pool_bytes"] > 0
     stages = stats["start_seconds"]
     assert list(stages) == [
+        "attention_kernels",
         "tables",
         "measure_graphs",
         "kv_pool",
