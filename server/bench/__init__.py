@@ -18,6 +18,7 @@ KINDS = {
     "prefill": ("prefill", "time to first token by prompt length, engine in process"),
     "offline": ("offline", "output tokens/s of many requests at once, engine in process"),
     "serve": ("serve", "tokens/s and latencies over HTTP by streams, the whole process tree"),
+    "graphs": ("graphs", "per captured size: time, cost of the capture, cost of padding"),
     "startup": ("startup", "seconds of each stage of a start, with a cold and a warm cache"),
     "scheduler": ("scheduler", "what a step costs on the host, by running requests; no model"),
     "frontend": ("frontend", "what one frontend process costs per token, with a scripted engine"),

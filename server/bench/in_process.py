@@ -18,9 +18,11 @@ from duograph.server.artifact_cache import engine_environment
 Load = Callable[[EngineConfig, Progress], LoadedWorker]
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
     """Flags of the engine under test, spelled as those of ``duograph serve``."""
-    parser.add_argument("--model-path", required=True, help="folder with at least a config.json")
+    parser.add_argument(
+        "--model-path", required=model_required, help="folder with at least a config.json"
+    )
     parser.add_argument("--load-format", default="dummy", choices=("auto", "dummy"))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
@@ -74,6 +76,11 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     )
 
 
+def use_artifact_cache() -> None:
+    """Compiled code of this process is kept where the daemon's engine keeps it."""
+    os.environ.update(engine_environment(os.environ))
+
+
 def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(length)]
 
@@ -99,5 +106,5 @@ def seconds_of(results: list[Generation]) -> float:
 def create_engine(options: argparse.Namespace, load: Load | None = None) -> OfflineEngine:
     """Loads and captures; compiled code is kept where the daemon's engine keeps it. ``load`` makes
     the worker, if it is not to be the plain one."""
-    os.environ.update(engine_environment(os.environ))
+    use_artifact_cache()
     return OfflineEngine(engine_config(options), load or load_worker)
