@@ -93,7 +93,9 @@ class RequestTable:
         self.prompt_mask[init.row].zero_()
         self.output_counts[init.row].zero_()
         if init.prompt_ids:
-            self.prompt_mask[init.row, self._upload(init.prompt_ids, torch.int64)] = True
+            # not by indexing: `mask[row, ids] = True` waits for the device
+            ids = self._upload(init.prompt_ids, torch.int64)
+            self.prompt_mask[init.row].index_fill_(0, ids, True)
         if init.output_ids:
             ids = self._upload(init.output_ids, torch.int64)
             self.output_counts[init.row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))

@@ -203,6 +203,9 @@ class ModelWorker:
             runners.trace(progress)
             self._traced = True
         runners.capture(progress)
+        if self.device.type == "cuda":
+            # Tensors were filled on the caller's stream, which the worker's is not ordered with.
+            torch.cuda.synchronize(self.device)
 
     def launch(self, batch: ForwardBatch) -> StepOutput:
         """Runs ``batch`` after all that was launched before, and returns at once."""
