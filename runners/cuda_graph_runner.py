@@ -151,6 +151,7 @@ class CudaGraphRunner:
         assert size is not None, "can_run() was not asked"
         entry = self._entries[size]
         buffers = self._parts.buffers
+        self._parts.table.apply(batch)
         # Static buffers are refilled on the stream that replays, so a copy cannot overtake
         # the replay before it, which may still be reading them.
         buffers.load_decode(batch, size)

@@ -23,6 +23,7 @@ class EagerRunner:
             ValueError: an extend batch whose lengths do not add up.
         """
         parts = self._parts
+        parts.table.apply(batch)
         rows = parts.on_device(batch.req_pool_indices)
         seq_lens = parts.on_device(batch.seq_lens)
         positions = parts.on_device(batch.positions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from duograph.runners.batch import ForwardBatch, ForwardOutput
@@ -17,8 +18,9 @@ from duograph.runners.buckets import padded_size
 from duograph.runners.capture import Progress, SizeStats, Wording, capture_largest_first
 from duograph.runners.forward_context import ForwardContext, use_context
 from duograph.runners.graph import Graph, GraphBackend
-from duograph.runners.parts import RunnerParts, check_extend, last_rows
+from duograph.runners.parts import RunnerParts, check_extend
 from duograph.runners.piecewise import Cutter, PieceSequence
+from duograph.runners.upload import upload_together
 
 WARMUPS = 1
 TRACE_TOKENS = 8
@@ -122,7 +124,8 @@ class PiecewiseCudaGraphRunner:
         return self.refusal(batch) is None
 
     def run(self, batch: ForwardBatch) -> ForwardOutput:
-        """Runs the smallest level that holds ``batch``; see ``can_run``.
+        """Runs the smallest level that holds ``batch``; see ``can_run``. The first piece needs
+        the tokens only, and is launched before anything else is prepared.
 
         Raises:
             ValueError: the batch's lengths do not add up.
@@ -135,14 +138,29 @@ class PiecewiseCudaGraphRunner:
         parts.buffers.load_extend(batch, size)
         with torch.no_grad(), use_context(level.context):
             level.pieces.start()
-        rows = parts.on_device(batch.req_pool_indices)
-        seq_lens = parts.on_device(batch.seq_lens)
-        locations = level.context.meta.out_cache_loc
-        context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens, batch.seq_lens)
+        parts.table.apply(batch)
+        starts = np.cumsum([0, *batch.extend_lens])
+        rows, seq_lens, query_start_loc, last_rows = upload_together(
+            [
+                batch.req_pool_indices.numpy(),
+                batch.seq_lens.numpy(),
+                starts.astype(np.int32),
+                starts[1:] - 1,
+            ],
+            parts.device,
+        )
+        context = parts.extend_context(
+            rows,
+            seq_lens,
+            level.context.meta.out_cache_loc,
+            batch.extend_lens,
+            batch.seq_lens,
+            query_start_loc,
+        )
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
             level.pieces.finish()
-            logits = parts.model.compute_logits(level.pieces.output[last_rows(context)])
+            logits = parts.model.compute_logits(level.pieces.output[last_rows])
         level.stats.count(real, size)
         return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)
 

@@ -8,12 +8,16 @@ request has which row is the scheduler's business.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from duograph.kernels.bitmask import bitmask_words
 from duograph.runners.batch import ForwardBatch, RowInit
 from duograph.runners.sampling_params import SamplingParams
-from duograph.runners.upload import upload
+from duograph.runners.upload import upload, upload_together
 
 DUMMY_ROW = 0
 
@@ -64,30 +68,28 @@ class RequestTable:
         return sum(tensor.nbytes for tensor in found if tensor._base is None)
 
     def apply(self, batch: ForwardBatch) -> None:
-        """Brings the tables up to date for ``batch``: first rows that were taken, then pages."""
-        if batch.row_inits:
-            self._init_rows(batch.row_inits)
-        if batch.page_updates is not None:
-            update = batch.page_updates.to(self.device, non_blocking=True)
-            places = update[:2].long()
-            self.page_table[places[0], places[1]] = update[2]
-
-    def _init_rows(self, inits: list[RowInit]) -> None:
-        params = [init.sampling for init in inits]
-        columns = [
-            [init.row for init in inits],
-            [p.top_k for p in params],
-            [p.seed for p in params],
-        ]
-        rows_and_ints = upload(columns, torch.int64, self.device)
-        rows = rows_and_ints[0]
-        self._ints.index_copy_(1, rows, rows_and_ints[1:])
-        self._floats.index_copy_(
-            1, rows, upload(_float_columns(params), torch.float32, self.device)
-        )
-        for init in inits:
-            if init.sampling.needs_penalty:
-                self._init_counts(init)
+        """Brings the tables up to date for ``batch``: first rows that were taken, then pages.
+        Doing it again changes nothing."""
+        inits, update = batch.row_inits, batch.page_updates
+        arrays: list[npt.NDArray[Any]] = []
+        if inits:
+            arrays += _columns(inits)
+        if update is not None:
+            row, column, page = update.numpy()
+            arrays += [row.astype(np.int64) * self.page_table.shape[1] + column, page]
+        if not arrays:
+            return
+        tensors = upload_together(arrays, self.device)
+        if inits:
+            rows, ints, floats = tensors[:3]
+            self._ints.index_copy_(1, rows, ints)
+            self._floats.index_copy_(1, rows, floats)
+            for init in inits:
+                if init.sampling.needs_penalty:
+                    self._init_counts(init)
+        if update is not None:
+            places, pages = tensors[-2:]
+            self.page_table.view(-1).index_copy_(0, places, pages)
 
     def _init_counts(self, init: RowInit) -> None:
         self.prompt_mask[init.row].zero_()
@@ -102,6 +104,16 @@ class RequestTable:
 
     def _upload(self, values: list[int] | list[list[float]], dtype: torch.dtype) -> torch.Tensor:
         return upload(values, dtype, self.device)
+
+
+def _columns(inits: list[RowInit]) -> tuple[npt.NDArray[Any], ...]:
+    """Of each request: int64 [n] rows, int64 [2, n] top_k and seed, float32 [6, n] the rest."""
+    params = [init.sampling for init in inits]
+    return (
+        np.array([init.row for init in inits], np.int64),
+        np.array([[p.top_k for p in params], [p.seed for p in params]], np.int64),
+        np.array(_float_columns(params), np.float32),
+    )
 
 
 def _float_columns(params: list[SamplingParams]) -> list[list[float]]:

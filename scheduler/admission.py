@@ -55,7 +55,7 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> npt.NDArray
         raise RequestRefused("invalid_request", "the prompt is empty")
     vocab = limits.vocab_size
     try:
-        ids = np.array(request.input_ids, np.int64)
+        ids = np.fromiter(request.input_ids, np.int64, len(request.input_ids))
     except OverflowError:
         wrong = max(request.input_ids)
         raise RequestRefused(
