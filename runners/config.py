@@ -73,6 +73,11 @@ class GraphConfig:
     torch_compile_max_bs: int = option(
         32, "largest decode batch size that is compiled", group=DECODE_GROUP, minimum=1
     )
+    enable_profile_cuda_graph: bool = option(
+        False,
+        "profile the captures and one replay of each phase; the log names the folder",
+        group=DEBUG_GROUP,
+    )
     piecewise_cuda_graph_max_tokens: int | None = option(
         None, "largest prefill step, in tokens, that runs as pieces", group=PREFILL_GROUP, minimum=1
     )

@@ -87,6 +87,12 @@ def resolve_auto(
 def _resolve_graphs(
     graph: GraphConfig, device_type: str, *, running: int, chunk: int
 ) -> GraphConfig:
+    none = graph.disable_cuda_graph and graph.disable_piecewise_cuda_graph
+    if graph.enable_profile_cuda_graph and none:
+        raise ConfigError(
+            "--enable-profile-cuda-graph has nothing to profile: --disable-cuda-graph and "
+            "--disable-piecewise-cuda-graph are both given"
+        )
     if device_type == "cpu":
         # Code that a compiler generated does not consist of ATen ops: nothing to record.
         if graph.enable_torch_compile:

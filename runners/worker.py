@@ -14,14 +14,21 @@ from typing import Any
 import torch
 
 from duograph.runners.attention_choice import create_attention, warm_up_long_steps
-from duograph.runners.batch import ForwardBatch, StepOutput
+from duograph.runners.batch import ForwardBatch, ForwardMode, SamplingBatch, StepOutput
 from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.capture import Progress
 from duograph.runners.config import RunnerConfig
 from duograph.runners.graph import CudaGraphBackend, GraphBackend
+from duograph.runners.graph_profile import GraphProfile
 from duograph.runners.kv_pool import KVLayout, KVPool
 from duograph.runners.memory import GIB, available_bytes
-from duograph.runners.memory_plan import Needs, measure_needs, plan_pages, release_cached
+from duograph.runners.memory_plan import (
+    Needs,
+    dummy_batch,
+    measure_needs,
+    plan_pages,
+    release_cached,
+)
 from duograph.runners.model_config import ModelConfig
 from duograph.runners.models.llama import CausalLM
 from duograph.runners.parts import RunnerParts
@@ -202,7 +209,10 @@ class ModelWorker:
         if not self._traced:
             runners.trace(progress)
             self._traced = True
-        runners.capture(progress)
+        if self.config.graph.enable_profile_cuda_graph:
+            self._capture_profiled(runners, progress)
+        else:
+            runners.capture(progress)
         if self.device.type == "cuda":
             # Tensors were filled on the caller's stream, which the worker's is not ordered with.
             torch.cuda.synchronize(self.device)
@@ -244,6 +254,23 @@ class ModelWorker:
     def _step(self, batch: ForwardBatch, runner: Runner) -> SampledStep:
         self._table.apply(batch)
         return self._sampler.finish(batch, runner.run(batch))
+
+    def _capture_profiled(self, runners: RunnerSet, progress: Progress) -> None:
+        """Captures, and replays the largest size of each phase once, under a profiler."""
+        profile = GraphProfile(self.device)
+        with profile.record("capture"):
+            runners.capture(progress)
+        for mode, runner in (
+            (ForwardMode.DECODE, runners.decode),
+            (ForwardMode.EXTEND, runners.prefill),
+        ):
+            if runner is not None and runner.sizes:
+                batch = dummy_batch(mode, runner.sizes[-1])
+                batch.sampling = SamplingBatch()
+                with profile.record(f"{mode.value}-{runner.sizes[-1]}", self._stream.call):
+                    self.launch_with(runner, batch).wait()
+        profile.announce()
+        self._stages.lap("profile_graphs")
 
     def _measure(self) -> Needs:
         runners = self._build(_PAGES_TO_MEASURE_WITH)
