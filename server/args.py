@@ -18,9 +18,11 @@ from typing import Any
 
 import yaml
 
-from duograph.runners.config import MODEL_GROUP, GraphConfig, RunnerConfig
+from duograph.runners.config import GraphConfig, RunnerConfig
 from duograph.scheduler.config import SchedulerConfig
+from duograph.server.aliases import normalised
 from duograph.server.config import HttpConfig
+from duograph.server.help import help_text
 from duograph.server.options import (
     ENV_PREFIX,
     Option,
@@ -29,23 +31,6 @@ from duograph.server.options import (
     did_you_mean,
     options_of,
 )
-
-# Spellings of other servers and releases -> ours. Each use prints one line.
-ALIASES = {
-    "max-model-len": "context-length",
-    "max-num-seqs": "max-running-requests",
-    "max-num-batched-tokens": "chunked-prefill-size",
-    "scheduling-policy": "schedule-policy",
-    "cuda-graph-max-bs-decode": "cuda-graph-max-bs",
-    "max-cudagraph-capture-size": "cuda-graph-max-bs",
-    "cuda-graph-bs-decode": "cuda-graph-bs",
-    "cudagraph-capture-sizes": "cuda-graph-bs",
-    "disable-decode-cuda-graph": "disable-cuda-graph",
-    "cuda-graph-max-bs-prefill": "piecewise-cuda-graph-max-tokens",
-    "cuda-graph-bs-prefill": "piecewise-cuda-graph-tokens",
-    "disable-prefill-cuda-graph": "disable-piecewise-cuda-graph",
-}
-SILENT_ALIASES = {"model": "model-path"}
 
 
 @dataclass(frozen=True)
@@ -74,11 +59,15 @@ def parse_serve(arguments: Sequence[str], environ: Mapping[str, str]) -> ServeCo
 
     Raises:
         UsageError: an unknown flag, variable value or key, or a value out of range.
-        SystemExit: ``--help`` was given.
+        SystemExit: help was asked for, and has been printed.
     """
     known = options()
     notes: list[str] = []
-    given = _parse_command_line(_normalised(arguments, notes), known)
+    for argument in arguments:
+        if argument in ("-h", "--help") or argument.startswith("--help="):
+            print(help_text(argument.partition("=")[2], known), end="")
+            raise SystemExit(0)
+    given = _parse_command_line(normalised(arguments, notes), known)
     config_file = given.pop("config", None) or environ.get(ENV_PREFIX + "CONFIG")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -90,67 +79,19 @@ def parse_serve(arguments: Sequence[str], environ: Mapping[str, str]) -> ServeCo
     return _build(values, origins, tuple(notes))
 
 
-def _normalised(arguments: Sequence[str], notes: list[str]) -> list[str]:
-    """Underscores become dashes and aliases our own spelling, in flags only."""
-    result: list[str] = []
-    for position, argument in enumerate(arguments):
-        if argument == "--":
-            return [*result, *arguments[position:]]
-        if not argument.startswith("--"):
-            result.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        name = name.replace("_", "-")
-        if name in ALIASES:
-            notes.append(f"--{name} is an alias of --{ALIASES[name]}")
-        if name == "enforce-eager":
-            notes.append(
-                "--enforce-eager is an alias of --disable-cuda-graph --disable-piecewise-cuda-graph"
-            )
-            result += ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"]
-            continue
-        name = ALIASES.get(name, SILENT_ALIASES.get(name, name))
-        result.append(f"--{name}{equals}{value}")
-    return result
-
-
 def build_parser(known: Sequence[Option]) -> argparse.ArgumentParser:
-    """Help and syntax only: values stay text and defaults are left out, because the
-    environment and the file come in between."""
-    parser = _Parser(
-        prog="duograph serve",
-        description="Serves one model over the OpenAI API.",
-        epilog="Every flag can be set by the variable in brackets or by a key of the --config "
-        "file; --no-FLAG turns a switch off again. Underscores may stand for dashes.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        usage="%(prog)s [MODEL] [flags]",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model-path")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML or TOML file with flags as keys [DUOGRAPH_CONFIG]"
-    )
-    titles = [MODEL_GROUP]
-    titles += [o.metadata["group"] for o in known if o.metadata["group"] != MODEL_GROUP]
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles)}
+    """Syntax only: values stay text and defaults are left out, because the environment and the
+    file come in between. Help is help.py's."""
+    parser = _Parser(argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--config")
     for option in known:
-        group = groups[option.metadata["group"]]
         if option.kind is bool:
-            group.add_argument(f"--{option.flag}", action="store_true", help=_help(option))
-            group.add_argument(
-                f"--no-{option.flag}",
-                dest=option.flag.replace("-", "_"),
-                action="store_false",
-                help=argparse.SUPPRESS,
-            )
+            dest = option.flag.replace("-", "_")
+            parser.add_argument(f"--{option.flag}", action="store_true")
+            parser.add_argument(f"--no-{option.flag}", dest=dest, action="store_false")
         else:
-            group.add_argument(
-                f"--{option.flag}",
-                nargs="+" if option.is_list else None,
-                metavar=_metavar(option),
-                help=_help(option),
-            )
+            parser.add_argument(f"--{option.flag}", nargs="+" if option.is_list else None)
     return parser
 
 
@@ -159,30 +100,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def _help(option: Option) -> str:
-    meta = option.metadata
-    parts = [meta["help"]]
-    if option.default not in (None, (), "", False):
-        parts.append(f"(default {option.default})")
-    parts.append(f"[{option.env}]")
-    return " ".join(parts).replace("%", "%%")
-
-
-def _metavar(option: Option) -> str:
-    if option.metadata["choices"]:
-        return "{" + ",".join(option.metadata["choices"]) + "}"
-    if option.metadata["metavar"]:
-        return str(option.metadata["metavar"])
-    return {int: "N", float: "X", str: "TEXT"}[option.kind]
-
-
 def _parse_command_line(arguments: Sequence[str], known: Sequence[Option]) -> dict[str, Any]:
     parser = build_parser(known)
     namespace, unknown = parser.parse_known_args(arguments)
     for argument in unknown:
         if argument.startswith("-"):
             name = argument.partition("=")[0]
-            flags = [f"--{option.flag}" for option in known] + ["--config", "--help"]
+            flags = [f"--{option.flag}" for option in known]
+            flags += ["--config", "--help", "--print-config"]
             raise UsageError(f"unknown flag {name}{did_you_mean(name, flags)}")
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; one MODEL can be given")

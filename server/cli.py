@@ -23,6 +23,8 @@ commands:
   version                 versions of everything that matters
 """
 
+PRINT_CONFIG = ("--print-config", "--print_config")
+
 VERSIONS_OF = (
     "duograph",
     "torch",
@@ -68,7 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    config = parse_serve(arguments, os.environ)
+    words = [word for word in arguments if word not in PRINT_CONFIG]
+    config = parse_serve(words, os.environ)
+    if len(words) < len(arguments):
+        from duograph.server.arg_checks import check_together
+        from duograph.server.print_config import config_text
+
+        for line in (*config.notes, *check_together(config)):
+            print(f"# {line}", file=sys.stderr)
+        print(config_text(config), end="")
+        return ExitCode.OK
     from duograph.server.launch import serve
 
     return serve(config, os.environ)
