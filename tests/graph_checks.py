@@ -16,6 +16,7 @@ from duograph.runners.batch import ForwardBatch, ForwardMode
 from duograph.runners.buckets import padded_size
 from duograph.runners.cuda_graph_runner import CudaGraphRunner
 from duograph.runners.forward_context import use_context
+from duograph.runners.models.llama import CausalLM
 from duograph.runners.parts import RunnerParts
 from duograph.runners.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from duograph.runners.runner_set import RunnerSet
@@ -28,6 +29,10 @@ State = tuple[list[torch.Tensor], torch.Tensor]
 def runners_of(worker: ModelWorker) -> RunnerSet:
     assert worker._runners is not None
     return worker._runners
+
+
+def model_of(worker: ModelWorker) -> CausalLM:
+    return worker._model
 
 
 def decode_runner(worker: ModelWorker) -> CudaGraphRunner:

@@ -1,5 +1,5 @@
-"""Both graph runners on CUDA graphs: the checks of tests/runners/test_graph_runners.py, and what
-only a device can show. Triton attention, so nothing has to be installed beside torch."""
+"""Both graph runners on CUDA graphs: what only a device can show. That replays are exact is
+test_every_captured_size.py's. Triton attention, so nothing has to be installed beside torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from duograph.runners.forward_context import use_context
 from duograph.runners.graph import CaptureError, CudaGraphBackend
 from duograph.runners.piecewise import TorchCompileCutter
 from duograph.runners.worker import ModelWorker
+from duograph.tests.gpu.cuda_workers import DECODE, NONE, SHAPE, cuda_worker
 from duograph.tests.graph_checks import (
-    FILLS,
     decode_runner,
     on_stream,
     prefill_runner,
     replay_and_eager,
     restore,
-    results_with_dummy_slot,
     runners_of,
-    same,
     snapshot,
 )
 from duograph.tests.worker_driver import PARAMS, WorkerDriver, generate, make_worker
@@ -37,89 +35,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPE: dict[str, object] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_heads": 6,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "context_length": 512,
-}
-DECODE = GraphConfig(disable_piecewise_cuda_graph=True)
-PREFILL = GraphConfig(disable_cuda_graph=True)
-NONE = GraphConfig(disable_cuda_graph=True, disable_piecewise_cuda_graph=True)
-
-
-def cuda_worker(
-    graph: GraphConfig, dtype: torch.dtype = torch.bfloat16, **options: object
-) -> ModelWorker:
-    settings: dict[str, object] = {
-        "max_running_requests": 20,
-        "chunked_prefill_size": 256,
-        "max_total_tokens": 4096,
-        "page_size": 16,
-    }
-    return make_worker(
-        device="cuda",
-        dtype=dtype,
-        graph=graph,
-        model_changes=SHAPE,
-        **(settings | options),  # type: ignore[arg-type]
-    )
+WIDE_VOCABULARY = 400_000
 
 
 @pytest.fixture(scope="module")
 def worker() -> ModelWorker:
     return cuda_worker(GraphConfig(piecewise_cuda_graph_compiler="eager"))
-
-
-# captured: 1 2 4 8 12 16 20
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 20])
-def test_a_decode_replay_is_bit_equal_to_eager_at_the_same_padded_size(
-    worker: ModelWorker, size: int
-) -> None:
-    driver = WorkerDriver(worker)
-    driver.start({row: 3 + 5 * row for row in range(1, size + 1)})
-    for _ in range(2):
-        replayed, eager = replay_and_eager(worker, driver.decode(list(range(size, 0, -1))))
-        assert same(replayed, eager)
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 63, 64, 65, 80, 81, 240, 255, 256])
-def test_pieces_are_bit_equal_to_eager_at_the_same_padded_size(
-    worker: ModelWorker, tokens: int
-) -> None:
-    driver = WorkerDriver(worker)
-    driver.start({1: 21})
-    second = tokens // 3
-    chunks = {1: driver.prompt(tokens - second, seed=7)}
-    if second:
-        chunks[2] = driver.prompt(second, seed=8)
-    replayed, eager = replay_and_eager(worker, driver.extend(chunks))
-    assert same(replayed, eager)
-
-
-def test_a_second_replay_gives_the_same_bits(worker: ModelWorker) -> None:
-    driver = WorkerDriver(worker)
-    driver.start({row: 6 * row for row in range(1, 6)})
-    for batch in (driver.decode([1, 2, 3, 4, 5]), driver.extend({6: driver.prompt(70)})):
-        first, _ = results_with_dummy_slot(worker, batch, FILLS["zeros"])
-        second, _ = results_with_dummy_slot(worker, batch, FILLS["zeros"])
-        assert same(first, second)
-
-
-def test_real_rows_do_not_depend_on_what_the_padding_holds(worker: ModelWorker) -> None:
-    driver = WorkerDriver(worker)
-    driver.start({row: 6 * row for row in range(1, 6)})
-    decode = driver.decode([1, 2, 3, 4, 5])  # three padding rows
-    extend = driver.extend({6: driver.prompt(71), 1: driver.prompt(8)})  # one padding token
-    wide = driver.extend({7: driver.prompt(129)})  # fifteen
-    for batch, written in ((decode, 5), (extend, 79), (wide, 129)):
-        runs = [results_with_dummy_slot(worker, batch, fill) for fill in FILLS.values()]
-        for results, changed in runs:
-            assert not results[0].isnan().any()
-            assert same(results, runs[0][0])
-            assert changed == written
 
 
 def test_steps_above_the_largest_size_go_eager(worker: ModelWorker) -> None:
@@ -293,19 +214,27 @@ def test_memory_is_measured_before_the_pool_is_sized() -> None:
     assert planned.graph_stats()["pool_bytes"] > 0
 
 
-def test_smaller_graphs_live_in_the_memory_of_the_largest() -> None:
-    """A vocabulary so large that logits are most of what a graph needs."""
+def reserved_for(sizes: tuple[int, ...]) -> int:
+    """Bytes that torch takes from the device for a worker with decode graphs of ``sizes``, over a
+    vocabulary so large that logits are most of what a graph needs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     wide = make_worker(
         device="cuda",
         dtype=torch.bfloat16,
-        graph=GraphConfig(cuda_graph_bs=(20, 16, 12, 8), disable_piecewise_cuda_graph=True),
-        model_changes=SHAPE | {"vocab_size": 200_000},
+        graph=GraphConfig(cuda_graph_bs=sizes, disable_piecewise_cuda_graph=True),
+        model_changes=SHAPE | {"vocab_size": WIDE_VOCABULARY},
         max_running_requests=20,
     )
-    sizes = decode_runner(wide).stats()
-    largest = sizes[20].nbytes
-    assert largest >= 20 * 200_000 * 4
-    assert sum(stats.nbytes for size, stats in sizes.items() if size != 20) < largest / 2
+    assert decode_runner(wide).sizes == tuple(sorted(sizes))
+    return torch.cuda.memory_reserved() - before
+
+
+def test_smaller_graphs_live_in_the_memory_of_the_largest() -> None:
+    largest = reserved_for((20,))
+    smaller_logits = (16 + 12 + 8) * WIDE_VOCABULARY * 2
+    assert reserved_for((20, 16, 12, 8)) < largest + smaller_logits / 2
 
 
 FAULT = """
