@@ -107,6 +107,7 @@ def _run(options: argparse.Namespace, scratch: Path) -> list[dict[str, object]]:
             flags += ["--load-format", "dummy"]
     with ServerTree([*flags, *options.serve_flags], scratch / "server.log") as server:
         print(f"ready after {server.ready_s:.1f} s; processes: {', '.join(server.names())}")
+        print(server.line_with("Engine started in"))
         return _measure_all(options, server.url, server)
 
 

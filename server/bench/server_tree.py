@@ -79,6 +79,10 @@ class ServerTree:
         """Such as "supervisor", "scheduler", "frontend 0"."""
         return list(self._members)
 
+    def line_with(self, words: str) -> str:
+        """The first line of the log that holds ``words``; empty if there is none."""
+        return next((line for line in self._text().splitlines() if words in line), "")
+
     def cpu_seconds(self) -> dict[str, float]:
         """User and system time of each process since its start. Raises ServerTreeError."""
         found = {}
