@@ -14,17 +14,25 @@ from dataclasses import replace
 import torch
 
 from duograph.kernels.attention import flashinfer_jit
-from duograph.kernels.attention.base import AttentionBackend, PhaseBackends
+from duograph.kernels.attention.base import AttentionBackend, AttentionMetadata, PhaseBackends
 from duograph.kernels.attention.flashinfer_jit import FlashInferUnavailable, Kernel
+from duograph.kernels.attention.new_rows import ExtendsNewRows
 from duograph.kernels.attention.registry import create_backend
 from duograph.runners.config import ConfigError, RunnerConfig
 from duograph.runners.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+BY_LENGTH = "triton+flashinfer"  # FlashInfer for the long steps; what "auto" may resolve to
+
 _FA3_CAPABILITY = 9  # major; FlashInfer's FA3 kernels are for Hopper alone
-_FA3_HEAD_DIMS = (64, 128)
 _HALF = ("bfloat16", "float16")
+# On one H200, us a layer, FlashInfer against Triton. 128 dimensions, 32/8 heads: 2048 rows 74 and
+# 94, 8192 rows 911 and 1231; 16/8 heads: 2048 rows 48 and 49, 4096 rows 138 and 165. Planning a
+# step takes 0.2 to 0.5 ms of the host. 64 dimensions, 32/8 heads: 2048 rows 62 and 50, 8192 rows
+# 599 and 645. In decode Triton is as fast or faster in most shapes and plans nothing.
+_FA3_HEAD_DIM = 128
+_LONG_STEP = 65536  # query rows times query heads
 
 
 def choose_backends(
@@ -68,7 +76,7 @@ def create_attention(
         ConfigError: FlashInfer was asked for by a flag and cannot run here.
     """
     for phase in ("prefill", "decode"):
-        if getattr(resolved, f"{phase}_attention_backend") != "flashinfer":
+        if getattr(resolved, f"{phase}_attention_backend") not in ("flashinfer", BY_LENGTH):
             continue
         flag, name = _asked(asked, phase)
         try:
@@ -79,13 +87,59 @@ def create_attention(
                 raise ConfigError(f"{flag} flashinfer: {error}") from error
             logger.warning("%s attention runs on Triton: %s", phase, error)
             resolved = _with_triton(resolved, phase, model, device)
-    names = (resolved.prefill_attention_backend, resolved.decode_attention_backend)
-    assert names[0] is not None and names[1] is not None
+    prefill, decode = resolved.prefill_attention_backend, resolved.decode_attention_backend
+    assert prefill is not None and decode is not None
     made: dict[str, AttentionBackend] = {
-        name: _create(name, model, dtype, device) for name in names if name is not None
+        name: _create(name, model, dtype, device) for name in {*prefill.split("+"), decode}
     }
-    logger.info("Attention: prefill %s, decode %s", *names)
-    return resolved, PhaseBackends(extend=made[names[0]], decode=made[names[1]])
+    logger.info("Attention: prefill %s, decode %s", prefill, decode)
+    if prefill != BY_LENGTH:
+        return resolved, PhaseBackends(extend=made[prefill], decode=made[decode])
+    return resolved, PhaseBackends(
+        extend=made["triton"],
+        decode=made[decode],
+        long_extend=made["flashinfer"],
+        long_from=-(-_LONG_STEP // model.num_heads),
+    )
+
+
+def warm_up_long_steps(
+    attention: PhaseBackends,
+    page_table: torch.Tensor,
+    page_size: int,
+    model: ModelConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Runs the backend of long steps once, on the dummy request: no other step of the start need
+    be long enough to load its kernels."""
+    backend, device = attention.long_extend, page_table.device
+    if backend is None:
+        return
+
+    def tensor(rows: int, heads: int) -> torch.Tensor:
+        return torch.zeros(rows, heads, model.head_dim, dtype=dtype, device=device)
+
+    q, k, v = (tensor(1, n) for n in (model.num_heads, model.num_kv_heads, model.num_kv_heads))
+    pool = tensor(page_size, model.num_kv_heads)
+    for length in (1, 2):  # without a prefix and with one, all of it on page 0
+        lengths = torch.tensor([length], dtype=torch.int32)
+        meta = AttentionMetadata(
+            page_table=page_table,
+            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+            seq_lens=lengths.to(device),
+            out_cache_loc=torch.zeros(1, dtype=torch.int64, device=device),
+            page_size=page_size,
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            num_real_tokens=1,
+            seq_lens_cpu=lengths,
+            extend_lens=[1],
+        )
+        backend.prepare(meta)
+        scale, out = model.head_dim**-0.5, torch.empty_like(q)
+        if isinstance(backend, ExtendsNewRows):
+            backend.extend_new_rows(q, k, v, meta, out, scale)
+        if length > 1:
+            backend.extend(q, pool, pool, meta, out, scale)
 
 
 def _with_triton(
@@ -121,10 +175,9 @@ def _refuse_on_cpu(flag: str, name: str, device: torch.device) -> str | None:
 def _best(phase: str, dtype: str, head_dim: int, device: torch.device) -> str:
     if device.type != "cuda":
         return "torch"
-    fa3 = (
-        cuda_capability(device) == _FA3_CAPABILITY and dtype in _HALF and head_dim in _FA3_HEAD_DIMS
-    )
-    return "flashinfer" if phase == "prefill" and fa3 else "triton"
+    if phase == "prefill" and head_dim == _FA3_HEAD_DIM and dtype in _HALF:
+        return BY_LENGTH if cuda_capability(device) == _FA3_CAPABILITY else "triton"
+    return "triton"
 
 
 def _build_flashinfer(

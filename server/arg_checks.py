@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from duograph.kernels.attention import flashinfer_tools
 from duograph.runners.config import GraphConfig, RunnerConfig
 from duograph.server.args import ServeConfig
 from duograph.server.options import UsageError
@@ -16,8 +17,7 @@ def check_together(config: ServeConfig) -> list[str]:
     """Lines to print as warnings. Raises UsageError for a combination that cannot be served."""
     _check_graph_sizes(config.runner, config.origins)
     _check_memory(config.runner)
-    if config.runner.attention_backend == "triton" and config.runner.device == "cpu":
-        raise UsageError("--attention-backend triton needs a GPU and --device is cpu")
+    _check_attention(config.runner)
     http = config.http
     if not http.host.strip():
         raise UsageError("--host must not be empty; 127.0.0.1 serves this machine only")
@@ -36,6 +36,23 @@ def check_key(key: str, origin: str) -> str:
     if not key or any(not 33 <= ord(character) <= 126 for character in key):
         raise UsageError(f"{origin} must be printable ASCII without spaces, and not empty")
     return key
+
+
+def _check_attention(runner: RunnerConfig) -> None:
+    phases = {
+        "--prefill-attention-backend": runner.prefill_attention_backend,
+        "--decode-attention-backend": runner.decode_attention_backend,
+    }
+    if None in phases.values():  # otherwise nobody asks the flag of both
+        phases["--attention-backend"] = runner.attention_backend
+    for flag, name in phases.items():
+        if name in ("triton", "flashinfer") and runner.device == "cpu":
+            raise UsageError(f"{flag} {name} needs a GPU and --device is cpu")
+        if name == "flashinfer" and not flashinfer_tools.is_installed():
+            raise UsageError(
+                f"{flag} flashinfer: {flashinfer_tools.PACKAGE} is not installed; "
+                f"{flashinfer_tools.INSTALL}"
+            )
 
 
 def _check_graph_sizes(runner: RunnerConfig, origins: Mapping[str, str]) -> None:

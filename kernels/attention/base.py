@@ -76,7 +76,8 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PhaseBackends:
-    """The backend of each phase, often one object twice.
+    """The backend of each phase, often one object twice, and perhaps another one for extend steps
+    of ``long_from`` query rows and more.
 
     Callers pick one per step and then call it directly, so that what one backend offers beyond
     the protocol is found there and nothing has to be forwarded.
@@ -84,10 +85,17 @@ class PhaseBackends:
 
     decode: AttentionBackend
     extend: AttentionBackend
+    long_extend: AttentionBackend | None = None
+    long_from: int = 0
 
     def of(self, meta: AttentionMetadata) -> AttentionBackend:
-        """The backend of the phase that ``meta`` describes."""
-        return self.decode if meta.query_start_loc is None else self.extend
+        """The backend of the step that ``meta`` describes."""
+        if meta.query_start_loc is None:
+            return self.decode
+        rows = meta.out_cache_loc.shape[0] if meta.num_real_tokens is None else meta.num_real_tokens
+        if self.long_extend is not None and rows >= self.long_from:
+            return self.long_extend
+        return self.extend
 
     def prepare(self, meta: AttentionMetadata) -> None:
         """See ``AttentionBackend.prepare``."""

@@ -4,7 +4,8 @@ FlashInfer plans on the host: before every step it cuts the sequences into work 
 copies the result into buffers that its kernels read. ``prepare`` does that from the host's copy
 of the lengths, so it never waits for the device; the page ids are gathered on the device. In
 decode there is one wrapper per batch size, whose buffers never move, so a captured ``run`` serves
-every later plan. This file knows no batch, layer or graph.
+every later plan. FA3 reads keys faster by rows than by pages, so a step without cached prefixes
+is planned over its own rows. This file knows no batch, layer or graph.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 _BLOCKS_PER_SM = 2  # that FlashInfer's planner fills
 _PREFILL_TILE = 128  # query rows
-_EXTEND_INT_BYTES = 8 << 20  # FlashInfer's own choice; 8192 tokens of 32 heads take 0.3 MB
+_FA3_FLOAT_BYTES = 16  # it never splits a sequence of keys and needs no scratch
 
 
 @dataclass(slots=True)
@@ -51,7 +52,8 @@ class _Pages:
 
 
 class FlashInferBackend:
-    """See ``AttentionBackend``. bf16 and fp16; head dimensions ``HEAD_DIMS``; any page size.
+    """See ``AttentionBackend`` and ``ExtendsNewRows``. bf16 and fp16; head dimensions
+    ``HEAD_DIMS``; any page size.
 
     Workspaces and page lists are made at the first ``prepare``, from the shape of its page
     table, which has to stay the same; captured graphs hold their addresses. Calls must come from
@@ -69,11 +71,13 @@ class FlashInferBackend:
         device: torch.device,
         dtype: torch.dtype,
         prefill: str | None = None,
+        by_rows: bool = True,
     ) -> None:
         """
         Args:
             dtype: of queries, keys, values and outputs.
             prefill: "fa2" or "fa3"; what suits the card if left out.
+            by_rows: whether FA3 may read the rows of a step without prefixes instead of pages.
 
         Raises:
             FlashInferUnavailable: the package is missing or broken.
@@ -92,10 +96,13 @@ class FlashInferBackend:
         self.device = device
         self.dtype = dtype
         self.prefill = prefill or prefill_kind(self.device)
+        self._may_read_rows = by_rows and self.prefill == "fa3"
         self._sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages: _Pages | None = None
         self._decode: dict[int, _Planned] = {}
-        self._extend: _Planned | None = None
+        self._extend: _Planned | None = None  # over pages
+        self._rows: _Planned | None = None  # over the rows of the step itself
+        self._by_rows = False  # of the step that was prepared
         self._decode_float: torch.Tensor | None = None
         self._decode_int: torch.Tensor | None = None
 
@@ -107,6 +114,10 @@ class FlashInferBackend:
         """
         if meta.seq_lens_cpu is None:
             raise ValueError("FlashInfer plans on the host: AttentionMetadata.seq_lens_cpu is None")
+        self._by_rows = self._may_read_rows and _has_no_prefix(meta)
+        if self._by_rows:
+            self._plan_rows(meta)
+            return
         pages = self._pages_for(meta)
         list_pages(meta, pages.indptr, pages.last_page_len, pages.ids)
         if meta.query_start_loc is None:
@@ -136,11 +147,38 @@ class FlashInferBackend:
         scale: float,
     ) -> None:
         """See ``AttentionBackend.extend``. ``out`` must be dense."""
+        if self._by_rows:  # the caller has no rows at hand: plan for pages, once a step
+            self._by_rows = False
+            pages = self._pages_for(meta)
+            list_pages(meta, pages.indptr, pages.last_page_len, pages.ids)
+            self._plan_extend(meta, pages)
         assert self._extend is not None, "prepare() comes first"
         real = meta.num_real_tokens
         if real is not None:
             q, out = q[:real], out[:real]
         self._run(self._extend.wrapper, q, k_cache, v_cache, meta, out, scale)
+
+    def extend_new_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+        scale: float,
+    ) -> bool:
+        """See ``ExtendsNewRows``. ``out`` must be dense."""
+        if not self._by_rows:
+            return False
+        assert self._rows is not None, "prepare() comes first"
+        if not math.isclose(scale, self.head_dim**-0.5, rel_tol=1e-6):
+            raise ValueError(f"scale {scale} is not that of head_dim {self.head_dim}")
+        real = meta.num_real_tokens
+        if real is not None:
+            q, k, v, out = q[:real], k[:real], v[:real], out[:real]
+        _check_dense(out)
+        self._rows.wrapper.run(q, k, v, out=out)
+        return True
 
     def _run(
         self,
@@ -152,8 +190,7 @@ class FlashInferBackend:
         out: torch.Tensor,
         scale: float,
     ) -> None:
-        if not out.is_contiguous():  # FlashInfer reads no stride of it
-            raise ValueError(f"out must be dense, its strides are {out.stride()}")
+        _check_dense(out)
         paged = (-1, meta.page_size, self.num_kv_heads, self.head_dim)
         # The plan's own scale is 1, so this is the whole of it.
         wrapper.run(q, (k_cache.view(paged), v_cache.view(paged)), out=out, q_scale=scale)
@@ -224,6 +261,28 @@ class FlashInferBackend:
         )
         self._extend.copied.record()
 
+    def _plan_rows(self, meta: AttentionMetadata) -> None:
+        assert meta.extend_lens is not None
+        if self._rows is None:
+            wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+                self._bytes(_FA3_FLOAT_BYTES), "NHD", backend=self.prefill
+            )
+            self._rows = _Planned(wrapper, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        lens = np.asarray(meta.extend_lens, dtype=np.int32)
+        starts = torch.from_numpy(_starts(lens)).pin_memory()
+        self._rows.copied.synchronize()
+        self._rows.wrapper.plan(
+            starts,
+            starts,
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            causal=True,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
+        self._rows.copied.record()
+
     def _pages_for(self, meta: AttentionMetadata) -> _Pages:
         rows, columns = meta.page_table.shape
         pages = self._pages
@@ -262,9 +321,11 @@ class FlashInferBackend:
         return _Planned(wrapper, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def _new_extend(self) -> _Planned:
-        # FA3 never splits a sequence of keys and needs no scratch; FA2 does for few query rows.
+        # FA2 splits the keys of few query rows.
         split_rows = _BLOCKS_PER_SM * self._sms * self.group * _PREFILL_TILE
-        scratch = 16 if self.prefill == "fa3" else split_rows * (self.head_dim + 1) * 4 + 4096
+        scratch = split_rows * (self.head_dim + 1) * 4 + 4096
+        if self.prefill == "fa3":
+            scratch = _FA3_FLOAT_BYTES
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._bytes(scratch), "NHD", backend=self.prefill
         )
@@ -303,3 +364,15 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def _has_no_prefix(meta: AttentionMetadata) -> bool:
+    """Whether this is an extend step whose sequences all begin in it."""
+    if meta.query_start_loc is None or meta.extend_lens is None or meta.seq_lens_cpu is None:
+        return False
+    return bool(meta.seq_lens_cpu.tolist() == meta.extend_lens)
+
+
+def _check_dense(out: torch.Tensor) -> None:
+    if not out.is_contiguous():  # FlashInfer reads no stride of it
+        raise ValueError(f"out must be dense, its strides are {out.stride()}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from duograph.kernels import fused
+from duograph.kernels.attention.new_rows import ExtendsNewRows
 from duograph.kernels.custom_op import register_custom_op
 from duograph.runners import forward_context
 from duograph.runners.batch import ForwardMode
@@ -57,13 +58,17 @@ def attention(
     """Writes to ``out`` [T, heads, head_dim] what q attends to in the layer's pool.
 
     k and v are in the pool already; they are arguments so that the op comes after the write
-    in every trace.
+    in every trace, and for backends that rather read them here.
     """
     context = forward_context.current()
-    run = context.backend.decode if context.mode is ForwardMode.DECODE else context.backend.extend
+    backend, meta, pool = context.backend, context.meta, context.kv_pool
     scale = q.shape[-1] ** -0.5
-    pool = context.kv_pool
-    run(q, pool.k[layer_id], pool.v[layer_id], context.meta, out, scale)
+    if context.mode is ForwardMode.DECODE:
+        backend.decode(q, pool.k[layer_id], pool.v[layer_id], meta, out, scale)
+        return
+    if isinstance(backend, ExtendsNewRows) and backend.extend_new_rows(q, k, v, meta, out, scale):
+        return
+    backend.extend(q, pool.k[layer_id], pool.v[layer_id], meta, out, scale)
 
 
 class Attention(nn.Module):

@@ -5,8 +5,8 @@
 
 Times are of the kernels of one layer, in a CUDA graph; FLOPs are those of the visible keys, read
 rates count keys and values once. "plan" is the host's time for one `prepare`, paid once a step and
-not once a layer; "call" is the host's time to launch one layer. "ragged" is FA3 over contiguous
-keys, without pages. FlashInfer's kernels must be built: the first run takes minutes.
+not once a layer; "call" is the host's time to launch one layer. "rows" is FA3 over the new keys
+themselves, without pages. FlashInfer's kernels must be built: the first run takes minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from duograph.kernels.attention.base import AttentionBackend, AttentionMetadata
+from duograph.kernels.attention.new_rows import ExtendsNewRows
 from duograph.kernels.attention.registry import create_backend
 from duograph.tests.benchmarks.bench_attention import (
     DEVICE,
@@ -35,7 +36,7 @@ from duograph.tests.benchmarks.bench_attention import (
 Heads = tuple[int, int, int]
 
 HEADS: tuple[Heads, ...] = ((32, 8, 64), (32, 8, 128), (16, 8, 128))
-COLUMNS = ("triton", "fa3", "fa2", "ragged")
+COLUMNS = ("triton", "fa3", "fa2", "rows")
 DECODE_SHAPES = tuple(itertools.product((1, 8, 64, 256), (128, 1024, 4096)))
 PAGE_SIZES = (64, 16)
 SECONDS = 0.06  # of replays, per figure
@@ -82,6 +83,7 @@ def backend_for(column: str, heads: Heads) -> AttentionBackend:
         device=DEVICE,
         dtype=DTYPE,
         prefill="fa2" if column == "fa2" else "fa3",
+        by_rows=column == "rows",
     )
 
 
@@ -126,30 +128,14 @@ def host_us(call: Callable[[], object], repeats: int = 50) -> float:
     return 1e6 * statistics.median(times)
 
 
-def ragged_us(case: Extend, heads: Heads) -> float:
-    import flashinfer
-
-    q_heads, kv_heads, dim = heads
-    tokens = case.count * case.new
-    q, k, v = (
-        torch.randn(tokens, n, dim, device=DEVICE, dtype=DTYPE)
-        for n in (q_heads, kv_heads, kv_heads)
-    )
-    workspace = torch.zeros(16, dtype=torch.uint8, device=DEVICE)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
-    starts = torch.arange(case.count + 1, dtype=torch.int32) * case.new
-    wrapper.plan(
-        starts,
-        starts,
-        q_heads,
-        kv_heads,
-        dim,
-        causal=True,
-        q_data_type=DTYPE,
-        kv_data_type=DTYPE,
-    )
-    out = torch.empty_like(q)
-    return graph_us([lambda: wrapper.run(q, k, v, out=out)], seconds=SECONDS)
+def call_by_rows(backend: AttentionBackend, pools: Pools, tokens: int) -> Callable[[], object]:
+    """The new rows lie in one tensor with the queries, as a projection leaves them."""
+    assert isinstance(backend, ExtendsNewRows)
+    q_heads, kv_heads, dim = pools.heads
+    qkv = torch.randn(tokens, q_heads + 2 * kv_heads, dim, device=DEVICE, dtype=DTYPE)
+    q, k, v = qkv.split_with_sizes((q_heads, kv_heads, kv_heads), dim=1)
+    out = torch.empty(q.shape, device=DEVICE, dtype=DTYPE)
+    return partial(backend.extend_new_rows, q, k, v, pools.meta, out, dim**-0.5)
 
 
 def extend_rows(columns: Sequence[str], page_sizes: Sequence[int]) -> list[list[str]]:
@@ -160,18 +146,21 @@ def extend_rows(columns: Sequence[str], page_sizes: Sequence[int]) -> list[list[
         pools = extend_pools(case, heads, page_size)
         row = [f"extend {'{}/{}x{}'.format(*heads)} page {page_size} {case.name}"]
         for column in columns:
-            if column == "ragged":
-                if case.prefix or page_size != page_sizes[0]:
-                    continue
-                t, host = ragged_us(case, heads), ""
-            else:
-                backend = backend_for(column, heads)
-                backend.prepare(pools.meta)
-                calls = calls_of(backend, pools, case.count * case.new, extend=True)
-                t = graph_us(calls[:1], seconds=SECONDS)
-                plan = host_us(partial(backend.prepare, pools.meta))
-                host = f", plan {plan:.0f}, call {host_us(calls[0]):.0f}"
-            row.append(f"{column} {t:.1f} us {case.flops(heads) / t / 1e6:.0f} TFLOP/s{host}")
+            if column == "rows" and (case.prefix or page_size != page_sizes[0]):
+                continue
+            backend = backend_for(column, heads)
+            backend.prepare(pools.meta)
+            tokens = case.count * case.new
+            call = (
+                call_by_rows(backend, pools, tokens)
+                if column == "rows"
+                else calls_of(backend, pools, tokens, extend=True)[0]
+            )
+            t = graph_us([call], seconds=SECONDS)
+            plan = host_us(partial(backend.prepare, pools.meta))
+            host = f"plan {plan:.0f}, call {host_us(call):.0f}"
+            rate = case.flops(heads) / t / 1e6
+            row.append(f"{column} {t:.1f} us {rate:.0f} TFLOP/s, {host}")
         rows.append(row)
         print(" | ".join(row), flush=True)
         del pools

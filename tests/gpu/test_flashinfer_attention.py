@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from duograph.kernels.attention.base import AttentionBackend
+from duograph.kernels.attention.new_rows import ExtendsNewRows
 from duograph.kernels.attention.registry import create_backend
 from duograph.tests.attention_cases import Problem, assert_close, make_problem
 
@@ -99,6 +100,53 @@ def test_extend_of_ragged_sequences_with_and_without_a_prefix(heads: Heads, page
         problem = problem_for(heads, seq_lens, extend_lens, page_size=page_size, padding_rows=9)
         problem = same_table(problem, rows=12)
         assert_close(run(backend, problem), problem)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_steps_without_prefixes_are_read_by_rows(heads: Heads) -> None:
+    """The same answer from the new rows alone as from the pages that they were written to."""
+    q_heads, kv_heads, dim = heads
+    backend = backend_for(heads)
+    assert isinstance(backend, ExtendsNewRows)
+    for lens in ([1], [300, 1, 65, 700], [1800]):
+        problem = same_table(problem_for(heads, lens, lens, padding_rows=9), rows=12)
+        total = sum(lens)
+        fused = torch.full((total + 9, q_heads + 2 * kv_heads, dim), float("nan")).to(problem.q)
+        q, k, v = fused.split_with_sizes((q_heads, kv_heads, kv_heads), dim=1)
+        q.copy_(problem.q)
+        slots = slots_of(problem, lens)
+        k[:total], v[:total] = problem.k_cache[slots], problem.v_cache[slots]
+        out = torch.zeros(q.shape, dtype=q.dtype, device="cuda")
+        backend.prepare(problem.meta)
+        done = backend.extend_new_rows(q, k, v, problem.meta, out, problem.scale)
+        if torch.cuda.get_device_capability()[0] == 9:
+            assert done
+            assert_close(out, problem)
+        else:
+            assert not done
+
+
+def test_a_step_with_a_prefix_is_not_read_by_rows() -> None:
+    heads = (32, 8, 128)
+    backend = backend_for(heads)
+    assert isinstance(backend, ExtendsNewRows)
+    problem = problem_for(heads, [300, 40], [20, 40])
+    backend.prepare(problem.meta)
+    rows = torch.zeros(60, 8, 128, dtype=torch.bfloat16, device="cuda")
+    out = torch.zeros(problem.q.shape, dtype=problem.q.dtype, device="cuda")
+    assert not backend.extend_new_rows(problem.q, rows, rows, problem.meta, out, problem.scale)
+    assert not out.any()
+
+
+def slots_of(problem: Problem, lens: list[int]) -> torch.Tensor:
+    """KV slots of all tokens, sequence after sequence."""
+    table = problem.meta.page_table[problem.meta.req_pool_indices].long()
+    size = problem.meta.page_size
+    found = []
+    for row, length in zip(table, lens, strict=True):
+        token = torch.arange(length, device="cuda")
+        found.append(row[token // size] * size + token % size)
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 64), (16, 8, 128)])

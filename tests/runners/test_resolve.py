@@ -12,7 +12,7 @@ from duograph.runners.resolve import resolve_auto, resolve_device
 from duograph.tests.worker_driver import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-LONG = tiny_config(context_length=8192, dtype="bfloat16", head_dim=64)
+LONG = tiny_config(context_length=8192, dtype="bfloat16", head_dim=128)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_the_cpu_gets_short_lists_and_small_steps() -> None:
 @pytest.mark.usefixtures("h200")
 def test_a_large_gpu_gets_the_full_schedules() -> None:
     config = resolve_auto(RunnerConfig(), LONG, CUDA)
-    assert config.prefill_attention_backend == "flashinfer"
+    assert config.prefill_attention_backend == "triton+flashinfer"
     assert config.decode_attention_backend == "triton"
     assert config.max_running_requests == config.graph.cuda_graph_max_bs == 256
     assert config.graph.cuda_graph_bs is not None and len(config.graph.cuda_graph_bs) == 36

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from duograph.kernels.attention import flashinfer_tools
 from duograph.server.arg_checks import check_together
 from duograph.server.args import ServeConfig, options, parse_serve
 from duograph.server.cli import main
@@ -38,6 +39,7 @@ def test_every_promised_flag_exists() -> None:
     wanted = """model-path served-model-name host port dtype device load-format context-length
     mem-fraction-static max-running-requests max-total-tokens chunked-prefill-size page-size
     schedule-policy disable-radix-cache disable-overlap-schedule attention-backend
+    prefill-attention-backend decode-attention-backend
     cuda-graph-max-bs cuda-graph-bs disable-cuda-graph disable-cuda-graph-padding
     piecewise-cuda-graph-max-tokens piecewise-cuda-graph-tokens disable-piecewise-cuda-graph
     piecewise-cuda-graph-compiler enable-torch-compile torch-compile-max-bs api-key
@@ -145,6 +147,10 @@ def test_other_servers_spellings_work_and_are_pointed_out() -> None:
         ),
         ("--max-total-tokens 8", ["--max-total-tokens 8", "--page-size 16"]),
         ("--attention-backend triton --device cpu", ["--attention-backend", "--device"]),
+        (
+            "--decode-attention-backend flashinfer --device cpu",
+            ["--decode-attention-backend flashinfer", "--device is cpu"],
+        ),
         ("--host=", ["--host must not be empty"]),
         ("--config /does/not/exist.yaml", ["--config", "/does/not/exist.yaml"]),
     ],
@@ -240,6 +246,16 @@ def test_the_command_exits_2_with_one_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1 and part in captured.err
+
+
+def test_flashinfer_by_flag_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "--prefill-attention-backend flashinfer"
+    monkeypatch.setattr(flashinfer_tools, "is_installed", lambda: True)
+    assert check_together(parse(line)) == []
+    monkeypatch.setattr(flashinfer_tools, "is_installed", lambda: False)
+    with pytest.raises(UsageError, match=r"^--prefill-\S+ flashinfer: flashinfer-python is not"):
+        check_together(parse(line))
+    assert check_together(parse("--attention-backend auto")) == []  # goes on without
 
 
 def test_version_and_help_need_no_model(capsys: pytest.CaptureFixture[str]) -> None:
