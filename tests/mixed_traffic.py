@@ -138,6 +138,7 @@ def any_sampling(rng: random.Random, vocab: int) -> SamplingParams:
         logit_bias=rng.choice(({}, {}, {}, {rng.randrange(vocab): 5.0})),
         stop_token_ids=rng.choice(((), (rng.randrange(vocab),))),
         logprobs=rng.choice((None, None, 0, 5)),
+        prompt_logprobs=rng.choice((None, None, None, None, None, 2)),
     )
 
 

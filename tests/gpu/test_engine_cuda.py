@@ -1,5 +1,5 @@
-"""The engine over Llama-1B's dimensions with random weights: where every step has the same shape, a
-graph gives the tokens of the eager forward and overlap those of the plain loop, all of them.
+"""The engine over real models' dimensions with random weights: where every step has the same shape,
+a graph gives the tokens of the eager forward and overlap those of the plain loop, all of them.
 
 With random weights and 128,256 tokens the best two logits are often neighbours in bfloat16, so
 that one wrong bit shows."""
@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LLAMA_1B = Path(__file__).parents[1] / "benchmarks" / "models" / "llama-1b" / "config.json"
-VOCAB = 128_256
+MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
+VOCAB = 128_256  # Llama's; Qwen3 has some tokens more
 GRAPHS = GraphConfig(
     cuda_graph_bs=(1, 2, 4, 8), piecewise_cuda_graph_tokens=(64, 128, 256, 512, 1024)
 )
@@ -40,11 +40,9 @@ OPTIONS: dict[str, object] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama-1B with four layers."""
-    config = json.loads(LLAMA_1B.read_text()) | {"num_hidden_layers": 4}
-    path = tmp_path_factory.mktemp("llama")
+def four_layers(model: str, path: Path) -> Path:
+    """A folder with the config of one of tests/benchmarks/models, four layers deep."""
+    config = json.loads((MODELS / model / "config.json").read_text()) | {"num_hidden_layers": 4}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -70,12 +68,14 @@ def tokens_of(engine: OfflineEngine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("backend", GRAPH_BACKENDS)
+@pytest.mark.parametrize("model", ["llama-1b", "llama-8b", "qwen3-0.6b"])
 def test_both_graph_runners_give_the_tokens_of_the_eager_forward(
-    folder: Path, backend: str
+    model: str, backend: str, tmp_path: Path
 ) -> None:
+    folder = four_layers(model, tmp_path)
     eager = OfflineEngine(engine_config(folder, NONE, attention_backend=backend, **OPTIONS))
     expected = tokens_of(eager)
-    assert len({token for answer in expected for token in answer}) > 200, "nothing to tell apart"
+    assert len({token for answer in expected for token in answer}) > 100, "nothing to tell apart"
     engine = OfflineEngine(engine_config(folder, GRAPHS, attention_backend=backend, **OPTIONS))
     before = engine.graph_stats()
     assert tokens_of(engine) == expected
@@ -89,8 +89,9 @@ def test_both_graph_runners_give_the_tokens_of_the_eager_forward(
 
 
 @pytest.mark.parametrize("backend", GRAPH_BACKENDS)
-def test_overlap_changes_no_token(folder: Path, backend: str) -> None:
-    """Greedy and seeded, log-probabilities too; the steps of both loops have the same shapes."""
+def test_overlap_changes_no_token(backend: str, tmp_path: Path) -> None:
+    """Greedy and seeded; the steps of both loops have the same shapes."""
+    folder = four_layers("llama-1b", tmp_path)
     config = engine_config(folder, GRAPHS, attention_backend=backend, **OPTIONS)
     worker = load_worker(config, lambda phase, done, total: None).worker
     runs = []

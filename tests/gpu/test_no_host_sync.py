@@ -40,6 +40,7 @@ KINDS = {
         temperature=0.0, logit_bias={5: 3.0}, min_new_tokens=9, stop_token_ids=(1,)
     ),
     "logprobs": SamplingParams(temperature=0.0, logprobs=5, max_new_tokens=30),
+    "prompt logprobs": SamplingParams(temperature=0.0, prompt_logprobs=3, max_new_tokens=30),
 }
 
 
