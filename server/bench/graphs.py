@@ -4,7 +4,8 @@ For every captured size of both phases: one step by graph and eagerly (graphs on
 Inductor's code in the graph for the sizes asked for, the work in the graph, seconds and bytes of
 its capture, and what padding to it costs. A step is what the engine runs: inputs to the device, the
 forward, sampling; steps are launched one behind the other, as the overlap loop does, and timed
-until the device is done; best of ``--rounds``. Every row of a decode step attends to
+until the device is done. Best of ``--rounds``, each of which goes through all sizes, so that a
+moment in which the machine is slow spoils one round of a size and not all. Every row of a decode step attends to
 ``--kv-tokens`` tokens. On the CPU a step's time is that of the process, so that other work on the
 machine does not count. ``--from-json`` shows an earlier ``--json`` again, without a model.
 """
@@ -12,10 +13,11 @@ machine does not count. ``--from-json`` shows an earlier ``--json`` again, witho
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -125,25 +127,32 @@ def measure_phase(
     assert runner is not None
     captured = {size: replace(stats) for size, stats in runner.stats().items()}
     operations = count_operations(worker, [runner.graphs(size) for size in captured])
-    figures = []
-    for (below, size), count in zip(pairwise((0, *captured)), operations, strict=True):
-        batch = plain_batch(mode, size, options.kv_tokens)
-        has_compiled = compiled is not None and size in compiled.sizes
-        figures.append(
-            SizeFigures(
-                size=size,
-                smallest=below + 1,
-                eager_ms=step_ms(worker, runners.eager, batch, options.rounds),
-                graph_ms=step_ms(worker, runner, batch, options.rounds),
-                compiled_ms=step_ms(worker, compiled, batch, options.rounds)
-                if compiled is not None and has_compiled
-                else None,
-                operations=count,
-                graphs=len(runner.graphs(size)),
-                capture_seconds=captured[size].seconds,
-                nbytes=captured[size].nbytes,
-            )
+    batches = {size: plain_batch(mode, size, options.kv_tokens) for size in captured}
+    some = {size: batches[size] for size in compiled.sizes} if compiled is not None else {}
+    eager_ms: dict[int, float] = {}
+    graph_ms: dict[int, float] = {}
+    compiled_ms: dict[int, float] = {}
+    gc.collect()
+    gc.freeze()  # as the engine does when it is ready
+    for _ in range(options.rounds):
+        measure_round(worker, runners.eager, batches, eager_ms)
+        measure_round(worker, runner, batches, graph_ms)
+        if compiled is not None:
+            measure_round(worker, compiled, some, compiled_ms)
+    figures = [
+        SizeFigures(
+            size=size,
+            smallest=below + 1,
+            eager_ms=eager_ms[size],
+            graph_ms=graph_ms[size],
+            compiled_ms=compiled_ms.get(size),
+            operations=count,
+            graphs=len(runner.graphs(size)),
+            capture_seconds=captured[size].seconds,
+            nbytes=captured[size].nbytes,
         )
+        for (below, size), count in zip(pairwise((0, *captured)), operations, strict=True)
+    ]
     return PhaseFigures(
         phase=phase, sizes=figures, dropped=list(runner.dropped), compile_seconds=compile_seconds
     )
@@ -160,8 +169,17 @@ def plain_batch(mode: ForwardMode, size: int, kv_tokens: int) -> ForwardBatch:
     return batch
 
 
-def step_ms(worker: ModelWorker, runner: Runner, batch: ForwardBatch, rounds: int) -> float:
-    """Milliseconds of one step among many, best of ``rounds``."""
+def measure_round(
+    worker: ModelWorker, runner: Runner, batches: Mapping[int, ForwardBatch], best: dict[int, float]
+) -> None:
+    """Measures every size once; ``best`` keeps the shortest time of each, in ms."""
+    for size, batch in batches.items():
+        taken = step_ms(worker, runner, batch)
+        best[size] = min(taken, best.get(size, taken))
+
+
+def step_ms(worker: ModelWorker, runner: Runner, batch: ForwardBatch) -> float:
+    """Milliseconds of one step among many."""
     on_cpu = worker.device.type == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
 
@@ -174,7 +192,7 @@ def step_ms(worker: ModelWorker, runner: Runner, batch: ForwardBatch, rounds: in
     seconds_of(1)
     once = max(seconds_of(1), 1e-6)
     steps = min(max(STEPS[0], math.ceil(ROUND_SECONDS / once)), STEPS[1])
-    return 1e3 * min(seconds_of(steps) / steps for _ in range(rounds))
+    return 1e3 * seconds_of(steps) / steps
 
 
 def count_operations(worker: ModelWorker, graphs: Sequence[Sequence[Graph]]) -> list[int]:

@@ -61,6 +61,7 @@ def _draw_captures(axes: Axes, phase: PhaseFigures) -> None:
         sizes, [one.nbytes / 2**20 for one in phase.sizes], marker=".", color="tab:red", label="MiB"
     )
     axes.set(xscale="log", yscale="symlog", title=f"{phase.phase}: capture")
+    axes.set_ylim(bottom=0)
     _finish(axes, phase)
 
 
