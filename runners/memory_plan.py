@@ -1,8 +1,8 @@
 """How many KV pages there is room for.
 
 On CUDA everything that will need memory beside the pool is measured first, over a pool of two
-pages: the peak of the largest eager steps, and the graphs, by capturing the largest and the
-second largest size of each phase and throwing them away. What is left is the pool. On the CPU
+pages: the peak of the largest eager steps, and the graphs, by capturing the largest few sizes of
+each phase and throwing them away. What is left is the pool. On the CPU
 graphs share the allocator with everything else and a modest share of free memory is taken.
 This file knows no request.
 """
@@ -27,6 +27,7 @@ from duograph.runners.sampler import Sampler
 MIB = 1 << 20
 CPU_SHARE = 0.25
 CPU_LIMIT = GIB  # about 45,000 tokens of the default model; --max-total-tokens asks for more
+_SAMPLES = 4  # sizes of a phase that are captured to measure them
 CUDA_RESERVE = 512 * MIB  # libraries, fragmentation, what no measurement has seen
 
 
@@ -78,6 +79,12 @@ def plan_pages(
         budget = free - needs.total - CUDA_RESERVE
     else:
         budget = min(int(free * CPU_SHARE), CPU_LIMIT)
+    return pages_within(budget, config, layout)
+
+
+def pages_within(budget: int, config: RunnerConfig, layout: KVLayout) -> int:
+    """Pages that ``budget`` bytes hold, including the dummy page 0. Raises MemoryPlanError."""
+    assert config.max_running_requests is not None and config.context_length is not None
     # more than every request at full length can never be used
     useful = config.max_running_requests * -(-config.context_length // layout.page_size)
     pages = min(budget // layout.bytes_per_page, useful)
@@ -92,14 +99,15 @@ def plan_pages(
 
 
 def predict_graph_bytes(phase: GraphPhase, sizes: tuple[int, ...]) -> int:
-    """Bytes of all ``sizes``: what the largest took, and for each other one what the second
-    largest took on top of it, since graphs share one pool."""
+    """Bytes of all ``sizes``: what the largest took, and for each other one what the next largest
+    took on top of it, since graphs share one pool. Of those a few are measured, because the
+    device counts its memory in steps as large as one of them."""
     largest_first = sorted(sizes, reverse=True)
-    measured = [phase.capture_one(size).nbytes for size in largest_first[:2]]
-    if len(measured) < 2:
-        return sum(measured)
-    each = max(measured[1], MIB)
-    return measured[0] + each * (len(largest_first) - 1)
+    largest, *others = [phase.capture_one(size).nbytes for size in largest_first[:_SAMPLES]]
+    if not others:
+        return largest
+    each = max(-(-sum(others) // len(others)), MIB)
+    return largest + each * (len(largest_first) - 1)
 
 
 def measure_needs(runners: RunnerSet, sampler: Sampler, config: RunnerConfig) -> Needs:

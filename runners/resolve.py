@@ -50,9 +50,16 @@ def resolve_device(name: str) -> str:
 
 
 def resolve_auto(
-    config: RunnerConfig, model_config: ModelConfig, device: torch.device
+    config: RunnerConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    *,
+    total_memory: int | None = None,
 ) -> RunnerConfig:
     """A complete configuration for ``device``.
+
+    Args:
+        total_memory: bytes of a GPU that need not be here; left out, the device is asked.
 
     Raises:
         ConfigError: a flag that this device or model cannot honour.
@@ -63,7 +70,9 @@ def resolve_auto(
         raise ConfigError(
             f"--context-length {context} is above the model's {model_config.context_length}"
         )
-    step = bisect_right(_MEMORY_STEPS, total_bytes(device)) if on_cuda else 0
+    if on_cuda and total_memory is None:
+        total_memory = total_bytes(device)
+    step = bisect_right(_MEMORY_STEPS, total_memory or 0)
     chunk = config.chunked_prefill_size or (_CUDA_CHUNK[step] if on_cuda else _CPU_CHUNK)
     running = (
         config.max_running_requests

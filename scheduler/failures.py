@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from duograph.runners.config import ConfigError
 from duograph.scheduler.exit_codes import ExitCode
 from duograph.scheduler.messages import Phase
@@ -22,8 +24,11 @@ _OUT_OF_MEMORY_ADVICE: dict[Phase, str] = {
 }
 
 
-def explain(error: BaseException, phase: Phase) -> tuple[ExitCode, str]:
-    """``phase`` is the one in which ``error`` came up. One line; no traceback."""
+def explain(
+    error: BaseException, phase: Phase, numbers: Callable[[], str] = str
+) -> tuple[ExitCode, str]:
+    """``phase`` is the one in which ``error`` came up; ``numbers`` is asked for a sentence to add
+    if memory was short. One line; no traceback."""
     # The runner floor imports torch; whoever explains a failure without it is still starting.
     from duograph.runners.config_file import ModelError
     from duograph.runners.graph import is_out_of_memory
@@ -33,9 +38,10 @@ def explain(error: BaseException, phase: Phase) -> tuple[ExitCode, str]:
     no_host_memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
     if no_host_memory or is_out_of_memory(error):
         advice = _OUT_OF_MEMORY_ADVICE.get(phase, "a smaller model needs less")
-        return ExitCode.OUT_OF_MEMORY, f"out of memory while {_doing(phase)}: {advice} ({text})"
+        said = f"out of memory while {_doing(phase)}: {advice} ({text}). {numbers()}"
+        return ExitCode.OUT_OF_MEMORY, said.strip()
     if isinstance(error, MemoryPlanError):
-        return ExitCode.OUT_OF_MEMORY, text  # it has its own advice
+        return ExitCode.OUT_OF_MEMORY, f"{text}. {numbers()}".strip()  # it has its own advice
     if isinstance(error, ConfigError):
         return ExitCode.USAGE, text
     if isinstance(error, ModelError):

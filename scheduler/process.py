@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -48,6 +49,7 @@ from duograph.scheduler.messages import (
 )
 from duograph.scheduler.model_worker import LoadedWorker, Progress, load_worker
 from duograph.scheduler.scheduler import Scheduler
+from duograph.scheduler.start_summary import memory_numbers, summary_lines
 from duograph.scheduler.step import CompiledRequest, CompletedStep, Event
 from duograph.scheduler.wires import Wires
 
@@ -88,13 +90,13 @@ def run_engine(config: EngineConfig, load: Callable[[EngineConfig, Progress], Lo
             loop(engine)
         except Exception as error:
             _log.exception("the engine failed")
-            code, text = explain(error, "ready")
+            code, text = explain(error, "ready", partial(memory_numbers, config))
             engine.fail(code, text)
             return code
         engine.close()
         return ExitCode.OK
     except Exception as error:  # while starting
-        code, text = explain(error, start.phase)
+        code, text = explain(error, start.phase, partial(memory_numbers, config))
         if code not in (ExitCode.USAGE, ExitCode.MODEL, ExitCode.OUT_OF_MEMORY):
             _log.exception("the start failed")  # the sentence itself is the supervisor's to print
         wires.to_supervisor(ProcessFailed(code, text))
@@ -143,6 +145,8 @@ class _Start:
         loaded.stages.lap("warm_up")
         seconds = {"process": before, **loaded.stages.seconds}
         _log.info("%s", start_line(seconds))
+        for line in summary_lines(loaded.details, limits, loaded.worker.graph_stats()):
+            _log.info("%s", line)
         engine = Engine(
             scheduler=Scheduler(config.scheduler, limits, config.num_frontends),
             worker=loaded.worker,

@@ -17,6 +17,7 @@ USAGE = """usage: duograph COMMAND ...
 
 commands:
   serve [MODEL] [flags]   serve a model over the OpenAI API (duograph serve --help)
+  plan [MODEL] [flags]    capture sizes and predicted memory for a card, without one
   bench KIND [flags]      measure: duograph bench --help lists the kinds
   fetch-model [MODEL]     fetch and convert a model (the default one if left out), print its folder
   check-env               what this machine has, and what is missing
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.OK if words else ExitCode.USAGE
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
+        "plan": _plan,
         "bench": _bench,
         "fetch-model": _fetch_model,
         "check-env": _check_env,
@@ -83,6 +85,12 @@ def _serve(arguments: list[str]) -> int:
     from duograph.server.launch import serve
 
     return serve(config, os.environ)
+
+
+def _plan(arguments: list[str]) -> int:
+    from duograph.server.plan import main as plan
+
+    return plan(arguments, os.environ)
 
 
 def _bench(arguments: list[str]) -> int:
