@@ -5,9 +5,10 @@ Inductor's code in the graph for the sizes asked for, the work in the graph, sec
 its capture, and what padding to it costs. A step is what the engine runs: inputs to the device, the
 forward, sampling; steps are launched one behind the other, as the overlap loop does, and timed
 until the device is done. Best of ``--rounds``, each of which goes through all sizes, so that a
-moment in which the machine is slow spoils one round of a size and not all. Every row of a decode step attends to
-``--kv-tokens`` tokens. On the CPU a step's time is that of the process, so that other work on the
-machine does not count. ``--from-json`` shows an earlier ``--json`` again, without a model.
+moment in which the machine is slow spoils one round of a size and not all. Every row of a decode
+step attends to ``--kv-tokens`` tokens. On the CPU a step's time is that of the process, so that
+other work on the machine does not count. ``--from-json`` shows an earlier ``--json`` again, without
+a model.
 """
 
 from __future__ import annotations
@@ -218,9 +219,8 @@ def count_operations(worker: ModelWorker, graphs: Sequence[Sequence[Graph]]) -> 
 
 def _device_activities(profiler: Any) -> list[str]:
     """Names of all that the device did, by start."""
-    device = torch.autograd.DeviceType.CUDA
     events = profiler.profiler.kineto_results.events()
-    found = [(event.start_ns(), event.name()) for event in events if event.device_type() == device]
+    found = [(e.start_ns(), e.name()) for e in events if e.device_type().name == "CUDA"]
     return [name for _, name in sorted(found)]
 
 
