@@ -23,13 +23,12 @@ from duograph.kernels.attention.flashinfer_jit import (
     prefill_kind,
     uses_tensor_cores,
 )
+from duograph.kernels.attention.flashinfer_workspace import Scratch
 from duograph.kernels.attention.page_list import list_pages
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 
-_BLOCKS_PER_SM = 2  # that FlashInfer's planner fills
-_PREFILL_TILE = 128  # query rows
 _FA3_FLOAT_BYTES = 16  # it never splits a sequence of keys and needs no scratch
 
 
@@ -97,7 +96,8 @@ class FlashInferBackend:
         self.dtype = dtype
         self.prefill = prefill or prefill_kind(self.device)
         self._may_read_rows = by_rows and self.prefill == "fa3"
-        self._sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._scratch = Scratch(num_q_heads, num_kv_heads, head_dim, sms)
         self._pages: _Pages | None = None
         self._decode: dict[int, _Planned] = {}
         self._extend: _Planned | None = None  # over pages
@@ -304,8 +304,8 @@ class FlashInferBackend:
         because a plan is copied to the device in the order of the steps."""
         if self._decode_float is None or self._decode_int is None:
             most = pages.last_page_len.shape[0]
-            self._decode_float = self._bytes(self._decode_float_bytes(most))
-            self._decode_int = self._bytes(self._decode_int_bytes(most))
+            self._decode_float = self._bytes(self._scratch.decode_float_bytes(most))
+            self._decode_int = self._bytes(self._scratch.decode_int_bytes(most))
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._decode_float,
             "NHD",
@@ -321,33 +321,13 @@ class FlashInferBackend:
         return _Planned(wrapper, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def _new_extend(self) -> _Planned:
-        # FA2 splits the keys of few query rows.
-        split_rows = _BLOCKS_PER_SM * self._sms * self.group * _PREFILL_TILE
-        scratch = split_rows * (self.head_dim + 1) * 4 + 4096
+        scratch = self._scratch.extend_float_bytes()
         if self.prefill == "fa3":
             scratch = _FA3_FLOAT_BYTES
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._bytes(scratch), "NHD", backend=self.prefill
         )
         return _Planned(wrapper, torch.cuda.Event())  # type: ignore[no-untyped-call]
-
-    def _decode_tiles(self, bs: int) -> tuple[int, int]:
-        """Work items of the largest plan of ``bs`` sequences, and query rows of one: what
-        FlashInfer's planner for CUDA graphs reserves (FA2, and the kernel without tensor cores,
-        which reserves less)."""
-        rows = 16 if self.group <= 16 else 64 if self.group <= 64 else _PREFILL_TILE
-        tiles = math.ceil(bs * self.group / rows) + bs
-        return max(_BLOCKS_PER_SM * self._sms // self.num_kv_heads + 1, tiles), rows
-
-    def _decode_float_bytes(self, bs: int) -> int:
-        """Partial outputs and their sums, float32."""
-        tiles, rows = self._decode_tiles(bs)
-        return tiles * rows * self.num_q_heads * (self.head_dim + 1) * 4 + 4096
-
-    def _decode_int_bytes(self, bs: int) -> int:
-        """Three numbers and a flag of each work item, two of each sequence; twice that."""
-        tiles, _ = self._decode_tiles(bs)
-        return 2 * (16 * tiles + 8 * bs) + 4096
 
     def _bytes(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self.device)

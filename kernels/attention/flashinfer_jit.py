@@ -173,7 +173,9 @@ def _build_one(kernel: Kernel, spec: Any) -> None:
 
 
 def _first_error(output: str) -> str:
-    """The first line of a build's output that names an error, else the last one."""
+    """The first line of a build's output that says what is wrong, else the last one. Command
+    lines, with all their flags, are none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    found = next((line for line in lines if "error" in line.lower()), None)
-    return (found or (lines[-1] if lines else "no reason given"))[:300]
+    signs = ("error:", "cannot find", "not found", "No such file")
+    found = next((line for line in lines if len(line) < 300 and any(s in line for s in signs)), "")
+    return found or (lines[-1][:300] if lines else "no reason given")

@@ -129,10 +129,17 @@ def test_missing_tools_are_named_before_anything_runs(
     assert package.builds == []
 
 
-def test_a_failed_build_is_told_by_its_first_error(package: Spec) -> None:
-    package.error = "Ninja build failed. Ninja output:\n[1/2] nvcc\nx.cu(3): error: no type\nmore"
-    with pytest.raises(FlashInferUnavailable, match=r"head_dim 64\) cannot .*: x.cu\(3\): error"):
+@pytest.mark.parametrize(
+    "reason",
+    ["x.cu(3): error: no type", "/usr/bin/ld: cannot find -lcudart: No such file or directory"],
+)
+def test_a_failed_build_is_told_by_its_first_error(package: Spec, reason: str) -> None:
+    command = "[1/2] nvcc -DNO_error: " + "-DFLAG " * 60
+    package.error = f"Ninja build failed. Ninja output:\n{command}\n{reason}\nerror: exit 1"
+    with pytest.raises(FlashInferUnavailable) as caught:
         flashinfer_jit.build([FA3], CUDA)
+    expected = f"FlashInfer kernels (prefill fa3 head_dim 64) cannot be built: {reason}"
+    assert str(caught.value) == expected
 
 
 def test_ninja_off_the_path_is_put_on_it(package: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
