@@ -73,6 +73,7 @@ class Engine:
         self._watchdog_timeout = watchdog_timeout
         self._next_beat = 0.0
         self._said_full = False  # the last heartbeat has kept the frontends from sending
+        self._built: Plan | None = None  # the plan that was built last
         self._idle_waits = 0  # in a row, each up to a heartbeat, without a message
         self._decode_steps = 0
         self._eager_mark = 0  # decode steps without a graph at the last decode line
@@ -114,18 +115,19 @@ class Engine:
         return arrived
 
     def build(self, plan: Plan) -> ForwardBatch:
+        self._built = plan
         return self._builder.build(plan)
 
     def launch(self, batch: ForwardBatch) -> PendingStep:
         pending = self._worker.launch(batch)
         self._builder.launched(pending)
+        if self._built is not None:
+            self._log_step(self._built)  # now that the device has work
         return pending
 
     def send(self, step: Step) -> None:
         for frontend, message in step.outputs.items():
             self._wires.to_frontend(frontend, message)
-        if step.plan is not None:
-            self._log_step(step.plan)
         for rid, error in self.scheduler.fault_log:
             _log.error("request %d failed inside the engine", rid, exc_info=error)
         self.scheduler.fault_log.clear()

@@ -2,9 +2,10 @@
 the last one has ended (closed loop).
 
 ``python -m duograph.server.bench.http_load`` reads a LoadConfig as JSON from one line of standard
-input, says ``ready`` when its connections stand, begins at the line ``go`` and writes a
-LoadResult as msgpack. While requests run it only notes when bytes came; answers are checked when
-the clock has stopped. Knows HTTP, SSE and the completions endpoint; does not import the server.
+input, says ``ready`` when its connections stand, begins at the line ``go`` and leaves a
+LoadResult as msgpack in a file. While requests run it only notes when bytes came; answers are
+checked when the clock has stopped. Knows HTTP, SSE and the completions endpoint; does not import
+the server.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
+from pathlib import Path
 from typing import Any, cast
 
 import httptools
@@ -36,6 +38,7 @@ class LoadConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     seed: int
     timeout_s: float  # of one request
+    result_path: str  # where the LoadResult goes: it may be larger than a pipe
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,8 +237,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.readline(), type=LoadConfig)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(_Load(config).run())
-    sys.stdout.buffer.write(msgspec.msgpack.encode(result))
-    sys.stdout.flush()
+    Path(config.result_path).write_bytes(msgspec.msgpack.encode(result))
     return 0
 
 

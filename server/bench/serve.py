@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import urllib.error
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,6 +34,7 @@ from duograph.server.bench.server_tree import ServerTree, ServerTreeError
 CONCURRENCY = (1, 16, 64, 256)
 REQUEST_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0  # of one row
+METRICS_DELAY_S = 0.7  # the scheduler tells its figures every half second
 MAX_CLIENT_PROCESSES = 8  # as many as the peers were measured with
 
 
@@ -49,6 +51,7 @@ class ServeRow:
     requests_per_s: float
     ttft_p50_ms: float
     ttft_p99_ms: float
+    engine_ttft_mean_ms: float  # of it, between arrival at the scheduler and the token there
     itl_p50_ms: float
     itl_p99_ms: float
     itl_max_ms: float
@@ -97,7 +100,8 @@ def _workload(options: argparse.Namespace) -> dict[str, object]:
 
 def _run(options: argparse.Namespace, scratch: Path) -> list[dict[str, object]]:
     if options.url is not None:
-        return _measure_all(options, options.url, None)
+        target = _Target(options.url, None, _vocab_size(options.url), scratch)
+        return _measure_all(options, target)
     flags = ["--port", "0", "--disable-radix-cache"]
     if options.model_path:
         given = Path(options.model_path)
@@ -108,14 +112,22 @@ def _run(options: argparse.Namespace, scratch: Path) -> list[dict[str, object]]:
     with ServerTree([*flags, *options.serve_flags], scratch / "server.log") as server:
         print(f"ready after {server.ready_s:.1f} s; processes: {', '.join(server.names())}")
         print(server.line_with("Engine started in"))
-        return _measure_all(options, server.url, server)
+        target = _Target(server.url, server, _vocab_size(server.url), scratch)
+        return _measure_all(options, target)
 
 
-def _measure_all(
-    options: argparse.Namespace, url: str, server: ServerTree | None
-) -> list[dict[str, object]]:
-    vocab_size = _vocab_size(url)
-    _measure(options, url, vocab_size, None, concurrency=16, requests=16)  # warms up
+@dataclass(frozen=True)
+class _Target:
+    """What is measured."""
+
+    url: str
+    server: ServerTree | None  # None if somebody else has started it
+    vocab_size: int
+    scratch: Path
+
+
+def _measure_all(options: argparse.Namespace, target: _Target) -> list[dict[str, object]]:
+    _measure(options, target, concurrency=16, requests=16)  # warms up
     print(
         f"{options.input_len} tokens in, {options.output_len} out, greedy, "
         f"{options.requests_per_stream} requests a stream, closed loop"
@@ -124,32 +136,34 @@ def _measure_all(
     rows = []
     for concurrency in options.concurrency:
         requests = concurrency * options.requests_per_stream
-        row = _measure(options, url, vocab_size, server, concurrency=concurrency, requests=requests)
-        if server is not None:
-            server.check_alive()
+        row = _measure(options, target, concurrency=concurrency, requests=requests)
+        if target.server is not None:
+            target.server.check_alive()
         _print_row(row)
         rows.append(asdict(row))
     return rows
 
 
 def _vocab_size(url: str) -> int:
+    info = json.loads(_get(url, "/server_info"))
+    if "vocab_size" not in info:
+        raise BenchServeError(f"{url}/server_info does not tell the vocabulary's size")
+    return int(info["vocab_size"])
+
+
+def _get(url: str, path: str) -> bytes:
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
-            return int(json.load(response)["vocab_size"])
-    except (urllib.error.URLError, OSError, ValueError, KeyError) as error:
-        raise BenchServeError(f"{url} does not tell its vocabulary: {error}") from error
+        with urllib.request.urlopen(url.rstrip("/") + path, timeout=30) as response:
+            body: bytes = response.read()
+            return body
+    except OSError as error:  # also what urllib raises for an error status
+        raise BenchServeError(f"{url}{path} cannot be read: {error}") from error
 
 
 def _measure(
-    options: argparse.Namespace,
-    url: str,
-    vocab_size: int,
-    server: ServerTree | None,
-    *,
-    concurrency: int,
-    requests: int,
+    options: argparse.Namespace, target: _Target, *, concurrency: int, requests: int
 ) -> ServeRow:
-    address = urlsplit(url)
+    address, server = urlsplit(target.url), target.server
     count = max(1, min(options.client_processes, concurrency, len(os.sched_getaffinity(0)) // 2))
     configs = [
         LoadConfig(
@@ -159,22 +173,47 @@ def _measure(
             requests=_share(requests, count, number),
             input_len=options.input_len,
             output_len=options.output_len,
-            vocab_size=vocab_size,
+            vocab_size=target.vocab_size,
             seed=options.seed * 1_000_000 + concurrency * 1_000 + number,
             timeout_s=REQUEST_TIMEOUT_S,
+            result_path=str(target.scratch / f"result-{number}"),
         )
         for number in range(count)
     ]
     clients = _Clients(configs)
     try:
         clients.wait_until_ready()
+        engine = _engine_ttft(target.url)
         before = server.cpu_seconds() if server is not None else {}
         results = clients.go()
         after = server.cpu_seconds() if server is not None else {}
     finally:
         clients.kill()
     used = {name: after[name] - before[name] for name in before if name in after}
-    return _row(concurrency, options.output_len, results, used)
+    row = _row(concurrency, options.output_len, results, used)
+    return replace(row, engine_ttft_mean_ms=_engine_ttft(target.url).mean_ms_since(engine))
+
+
+@dataclass(frozen=True)
+class _EngineTtft:
+    """The scheduler's own figure: from a request's arrival there to its first token."""
+
+    seconds: float
+    count: float
+
+    def mean_ms_since(self, before: _EngineTtft) -> float:
+        return (self.seconds - before.seconds) / max(1.0, self.count - before.count) * 1e3
+
+
+def _engine_ttft(url: str) -> _EngineTtft:
+    time.sleep(METRICS_DELAY_S)
+    page = _get(url, "/metrics").decode()
+    found = dict(
+        re.findall(r"^sglang:time_to_first_token_seconds_(sum|count){[^}]*} (\S+)$", page, re.M)
+    )
+    if found.keys() != {"sum", "count"}:
+        raise BenchServeError(f"{url}/metrics does not tell the time to the first token")
+    return _EngineTtft(float(found["sum"]), float(found["count"]))
 
 
 def _share(total: int, parts: int, number: int) -> int:
@@ -185,6 +224,7 @@ class _Clients:
     """The processes of http_load.py."""
 
     def __init__(self, configs: Sequence[LoadConfig]) -> None:
+        self._configs = configs
         command = [sys.executable, "-m", "duograph.server.bench.http_load"]
         self._children = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -207,11 +247,11 @@ class _Clients:
             child.stdin.write(b"go\n")
             child.stdin.flush()
         results = []
-        for child in self._children:
-            output, _ = child.communicate(timeout=ANSWER_TIMEOUT_S)
-            if child.returncode != 0:
-                raise BenchServeError(f"a client process ended with code {child.returncode}")
-            results.append(msgspec.msgpack.decode(output, type=LoadResult))
+        for child, config in zip(self._children, self._configs, strict=True):
+            if code := child.wait(ANSWER_TIMEOUT_S):
+                raise BenchServeError(f"a client process ended with code {code}")
+            result = Path(config.result_path).read_bytes()
+            results.append(msgspec.msgpack.decode(result, type=LoadResult))
         return results
 
     def kill(self) -> None:
@@ -243,6 +283,7 @@ def _row(
         requests_per_s=len(records) / seconds,
         ttft_p50_ms=_percentile_ms(ttft, 0.5),
         ttft_p99_ms=_percentile_ms(ttft, 0.99),
+        engine_ttft_mean_ms=0.0,
         itl_p50_ms=_percentile_ms(gaps, 0.5),
         itl_p99_ms=_percentile_ms(gaps, 0.99),
         itl_max_ms=_percentile_ms(gaps, 1.0),
@@ -259,7 +300,7 @@ def _percentile_ms(values: Sequence[float], share: float) -> float:
 
 
 _TABLE_HEAD = (
-    "streams requests errors  tokens/s  TTFT p50     p99   ITL p50     p99     max  "
+    "streams requests errors  tokens/s  TTFT p50     p99  engine   ITL p50     p99     max  "
     "tokens/piece  share of a core"
 )
 
@@ -269,6 +310,7 @@ def _print_row(row: ServeRow) -> None:
     print(
         f"{row.concurrency:7} {row.requests:8} {sum(row.errors.values()):6} "
         f"{row.tokens_per_s:9.0f} {row.ttft_p50_ms:9.1f} {row.ttft_p99_ms:7.1f} "
+        f"{row.engine_ttft_mean_ms:7.1f} "
         f"{row.itl_p50_ms:9.2f} {row.itl_p99_ms:7.2f} {row.itl_max_ms:7.1f} "
         f"{row.tokens_per_piece:13.2f}  {shares or 'unknown'}, "
         f"client {100 * row.client_cpu_share:.0f}%",
