@@ -40,9 +40,14 @@ class Graph(Protocol):
 
 
 class GraphBackend(Protocol):
-    """How graphs are made on one device."""
+    """How graphs are made on one device.
+
+    ``keeps_tensors``: a graph holds the tensors that its function worked on, and with them
+    their memory. Otherwise it only knows their addresses.
+    """
 
     name: str
+    keeps_tensors: bool
 
     def capture(
         self, function: Captured, *, warmups: int = 0
@@ -92,6 +97,7 @@ class CudaGraphBackend:
     """
 
     name = "cuda"
+    keeps_tensors = False
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

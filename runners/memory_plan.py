@@ -2,9 +2,8 @@
 
 On CUDA everything that will need memory beside the pool is measured first, over a pool of two
 pages: the peak of the largest eager steps, and the graphs, by capturing the largest few sizes of
-each phase and throwing them away. What is left is the pool. On the CPU
-graphs share the allocator with everything else and a modest share of free memory is taken.
-This file knows no request.
+each phase and throwing them away. What is left is the pool. On the CPU graphs share the allocator
+with everything else and a modest share of free memory is taken. This file knows no request.
 """
 
 from __future__ import annotations
@@ -103,11 +102,12 @@ def predict_graph_bytes(phase: GraphPhase, sizes: tuple[int, ...]) -> int:
     took on top of it, since graphs share one pool. Of those a few are measured, because the
     device counts its memory in steps as large as one of them."""
     largest_first = sorted(sizes, reverse=True)
-    largest, *others = [phase.capture_one(size).nbytes for size in largest_first[:_SAMPLES]]
-    if not others:
-        return largest
+    measured = [phase.capture_one(size).nbytes for size in largest_first[:_SAMPLES]]
+    if len(measured) < 2:
+        return sum(measured)
+    others = measured[1:]
     each = max(-(-sum(others) // len(others)), MIB)
-    return largest + each * (len(largest_first) - 1)
+    return measured[0] + each * (len(largest_first) - 1)
 
 
 def measure_needs(runners: RunnerSet, sampler: Sampler, config: RunnerConfig) -> Needs:

@@ -19,7 +19,8 @@ from duograph.runners.capture import Progress, SizeStats, Wording, capture_large
 from duograph.runners.forward_context import ForwardContext, use_context
 from duograph.runners.graph import Graph, GraphBackend
 from duograph.runners.parts import RunnerParts, check_extend
-from duograph.runners.piecewise import Cutter, PieceSequence
+from duograph.runners.piece_sequence import PieceSequence
+from duograph.runners.piecewise import Cutter
 from duograph.runners.upload import upload_together
 
 WARMUPS = 1

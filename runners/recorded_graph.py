@@ -107,6 +107,7 @@ class RecordedGraphBackend:
     """Records on the CPU. Every capture shares one pool."""
 
     name = "recorded"
+    keeps_tensors = True
 
     def __init__(self) -> None:
         self._pool = MemoryPool()

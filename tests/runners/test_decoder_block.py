@@ -7,19 +7,40 @@ import torch
 import torch.nn.functional as F
 
 from duograph.runners.layers import block
-from duograph.runners.layers.block import GatedMLP, gated_mlp
+from duograph.runners.layers.block import GatedMLP, chunk_rows, gated_mlp
 from duograph.runners.model_config import ModelConfig
 from duograph.tests.worker_driver import tiny_config
 
 CPU = torch.device("cpu")
 ROWS = 4
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32; other numbers of rows add up in another order
 Bias = torch.Tensor | None
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "MLP_ROWS", ROWS)
+    monkeypatch.setattr(block, "_MIN_ROWS", ROWS)
+    monkeypatch.setattr(block, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(block, "_LONG_STEP", 0)
+
+
+# hidden and inner size of models of 0.6, 1 and 8 billion parameters
+@pytest.mark.parametrize(
+    ("hidden", "inner", "rows"), [(1024, 3072, 4096), (2048, 8192, 2048), (4096, 14336, 1024)]
+)
+def test_chunks_bound_the_memory_of_a_step(
+    hidden: int, inner: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+
+    def elements(tokens: int) -> int:
+        chunk = min(tokens, chunk_rows(tokens, hidden, inner, 2))
+        return 3 * tokens * hidden + 3 * chunk * inner
+
+    assert chunk_rows(8192, hidden, inner, 2) == rows
+    assert all(elements(tokens) <= elements(8192) for tokens in range(1, 8192, 61))
+    assert chunk_rows(rows, hidden, inner, 2) == rows
+    assert chunk_rows(rows + 512, hidden, inner, 2) == rows + 512  # at once: there is room
+    assert chunk_rows(64, hidden, inner, 2) == 64
 
 
 def make_mlp(config: ModelConfig) -> GatedMLP:
@@ -27,6 +48,11 @@ def make_mlp(config: ModelConfig) -> GatedMLP:
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return mlp
+
+
+def assert_near(mine: torch.Tensor, expected: torch.Tensor) -> None:
+    """Float32; another number of rows adds up in another order."""
+    torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
 
 
 def parameters(mlp: GatedMLP) -> tuple[torch.Tensor, torch.Tensor, Bias, Bias]:
@@ -47,9 +73,9 @@ def test_any_number_of_rows_gives_what_the_formula_says(rows: int, bias: bool) -
     config = tiny_config(mlp_bias=bias)
     mlp, x = make_mlp(config), torch.randn(rows, config.hidden_size)
     expected = formula(mlp, x)
-    torch.testing.assert_close(mlp(x.clone()), expected, **CLOSE)
+    assert_near(mlp(x.clone()), expected)
     gated_mlp(x, *parameters(mlp))
-    torch.testing.assert_close(x, expected, **CLOSE)
+    assert_near(x, expected)
 
 
 def test_many_rows_are_computed_in_the_memory_of_the_input_and_few_are_not() -> None:
@@ -74,6 +100,6 @@ def test_one_trace_serves_all_numbers_of_rows() -> None:
         torch._dynamo.mark_dynamic(x, 0)
         with torch.no_grad():
             expected = formula(mlp, x)
-            torch.testing.assert_close(traced(x), expected, **CLOSE)
+            assert_near(traced(x), expected)
     assert len(traces) == 1
     assert any("gated_mlp" in str(node.target) for node in traces[0].graph.nodes)

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from duograph.kernels.custom_op import function_of, is_split_op, register_custom_op
 from duograph.runners.graph import Captured, CaptureError
-from duograph.runners.piecewise import PieceSequence, TorchCompileCutter
+from duograph.runners.piece_sequence import PieceSequence
+from duograph.runners.piecewise import TorchCompileCutter
 from duograph.runners.recorded_graph import RecordedGraph, RecordedGraphBackend
 
 # tracing takes a second a test
@@ -247,6 +248,7 @@ class NoCapture:
     """Runs pieces as they are compiled: Inductor's code cannot be recorded."""
 
     name = "none"
+    keeps_tensors = False
 
     def capture(
         self, function: Captured, *, warmups: int = 0
@@ -266,6 +268,57 @@ class NoGraph:
 
     def replay(self) -> None:
         raise AssertionError("not captured")
+
+
+RESULTS: list[weakref.ref[torch.Tensor]] = []
+ALIVE: list[int] = []
+
+
+@register_custom_op("test_count_results_alive", mutates=("x",))
+def count_results_alive(x: torch.Tensor) -> None:
+    ALIVE.append(sum(ref() is not None for ref in RESULTS))
+
+
+class OnlyAddresses(NoCapture):
+    """As CUDA graphs, which hold no tensor; results go to ``RESULTS``."""
+
+    def capture(
+        self, function: Captured, *, warmups: int = 0
+    ) -> tuple[NoGraph, tuple[torch.Tensor, ...]]:
+        for _ in range(warmups):
+            function()
+        outputs = tuple(function())
+        RESULTS.extend(map(weakref.ref, outputs))
+        return NoGraph(), outputs
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+
+class ReadsInTurn(nn.Module):
+    """Its second piece reads ``out``, then ``kept``."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        kept = input_ids * 1.5
+        out = torch.empty_like(kept)
+        mix_into(kept, out, 0)
+        y = out.view(-1) * 2.0
+        count_results_alive(y)
+        z = y + kept
+        count_results_alive(z)
+        return z
+
+
+@pytest.mark.parametrize("warmups", [0, 2])
+def test_an_input_is_free_after_its_last_read_in_the_captured_call(warmups: int) -> None:
+    RESULTS.clear()
+    ids = torch.arange(8)
+    cutter = TorchCompileCutter("eager")
+    cutter.prepare(ReadsInTurn(), ids[:5], ids[:5].clone())
+    ALIVE.clear()
+    cutter.capture(OnlyAddresses(), ids, ids.clone(), warmups)
+    # both live through the warm-ups, which would find them gone the second time
+    assert ALIVE == [2, 2] * warmups + [1, 0]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler on the CPU")
