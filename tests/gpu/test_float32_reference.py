@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 SETTINGS: dict[str, object] = {"vocab_size": 512, "context_length": 1024}
 LENGTHS = {1: 700, 2: 5, 3: 97, 4: 260}
 DECODED = 6
+DECODE_SIZES = (1, 2, 4, 20)
 VOCAB_USED = 97
 
 
@@ -84,14 +85,8 @@ def measured_logits(worker: ModelWorker) -> dict[tuple[int, int], torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("backend", GRAPH_BACKENDS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_both_phases_stay_within_the_rounding_of_bfloat16(variant: str, backend: str) -> None:
-    worker = cuda_worker(
-        GraphConfig(cuda_graph_bs=(1, 2, 4, 20)),
-        model=SETTINGS | VARIANTS[variant],
-        attention_backend=backend,
-    )
+def check_against_float32(worker: ModelWorker) -> None:
+    """Fills in norms and biases, which dummy weights leave at ones and zeros, and compares."""
     model = model_of(worker)
     generator = torch.Generator(device=worker.device).manual_seed(1)
     with torch.no_grad():
@@ -114,3 +109,25 @@ def test_both_phases_stay_within_the_rounding_of_bfloat16(variant: str, backend:
     at = list(measured)
     wanted = torch.stack([exact[row][position] for row, position in at])
     bound.check(torch.stack([measured[key] for key in at]), wanted)
+
+
+@pytest.mark.parametrize("backend", GRAPH_BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_phases_stay_within_the_rounding_of_bfloat16(variant: str, backend: str) -> None:
+    worker = cuda_worker(
+        GraphConfig(cuda_graph_bs=DECODE_SIZES),
+        model=SETTINGS | VARIANTS[variant],
+        attention_backend=backend,
+    )
+    check_against_float32(worker)
+
+
+def test_compiled_pieces_and_decode_steps_do_too() -> None:
+    graph = GraphConfig(
+        cuda_graph_bs=DECODE_SIZES,
+        piecewise_cuda_graph_tokens=(16, 64, 256),
+        piecewise_cuda_graph_compiler="inductor",
+        enable_torch_compile=True,
+        torch_compile_max_bs=4,
+    )
+    check_against_float32(cuda_worker(graph, model=SETTINGS | {"num_layers": 3}))

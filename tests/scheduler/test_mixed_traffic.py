@@ -53,7 +53,7 @@ def test_overlap_changes_no_token_of_mixed_traffic(worker: ModelWorker) -> None:
     for overlap in (True, False):
         config = SchedulerConfig(disable_overlap_schedule=not overlap)
         engine = TrafficEngine(worker, VOCAB, config)
-        engine.run(mixed_traffic(250, vocab=VOCAB, longest=60, arrivals=0.4, seed=1))
+        engine.run(mixed_traffic(150, vocab=VOCAB, longest=60, arrivals=0.4, seed=1))
         engines.append(engine)
     overlapped, plain = (engine.answers for engine in engines)
     assert overlapped.keys() == plain.keys()
