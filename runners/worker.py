@@ -252,7 +252,6 @@ class ModelWorker:
         self.profiler.join()
 
     def _step(self, batch: ForwardBatch, runner: Runner) -> SampledStep:
-        self._table.apply(batch)
         return self._sampler.finish(batch, runner.run(batch))
 
     def _capture_profiled(self, runners: RunnerSet, progress: Progress) -> None:

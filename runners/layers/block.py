@@ -52,7 +52,7 @@ def gated_mlp(
     Opaque to the tracer, which sees one number of tokens and would make one loop for all.
     gate_up: [2n, hidden_size]; down: [hidden_size, n]; biases: [2n] and [hidden_size].
     """
-    for rows in torch.split(x, chunk_rows(*x.shape, down.shape[1], x.itemsize)):
+    for rows in torch.split(x, chunk_rows(x.shape[0], x.shape[1], down.shape[1], x.itemsize)):
         inner = fused.silu_and_mul(F.linear(rows, gate_up, gate_up_bias))
         if down_bias is None:
             torch.mm(inner, down.t(), out=rows)
