@@ -174,8 +174,16 @@ class _Walk:
 
 
 def _as_library_text(grammar: Grammar) -> str:
-    if grammar.kind == "document":
-        return grammar.text
+    text = grammar.text if grammar.kind == "document" else _converted(grammar)
+    if not grammar.prelude:
+        return text
+    first, *rest = json.loads(text)["grammars"]
+    around = {"name": "start", "lark_grammar": grammar.prelude}
+    return json.dumps({"grammars": [around, {**first, "name": "constrained"}, *rest]})
+
+
+def _converted(grammar: Grammar) -> str:
+    """GBNF as a document."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

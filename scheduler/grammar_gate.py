@@ -25,7 +25,7 @@ MAX_LOST_THREADS = 4  # beyond their time at once; each is replaced while it goe
 CACHE_ENTRIES = 128
 CACHE_BYTES = 2 * 1024 * 1024  # of grammar texts
 
-_Key = tuple[str, str]
+_Key = tuple[str, str, str]  # kind, prelude, text
 
 
 @dataclass(slots=True)
@@ -72,11 +72,11 @@ class _Cache:
 
     def put(self, key: _Key, value: CompiledGrammar | str) -> None:
         if key not in self.entries:
-            self.nbytes += len(key[1])
+            self.nbytes += len(key[-1])
         self.entries[key] = value
         while len(self.entries) > CACHE_ENTRIES or self.nbytes > CACHE_BYTES:
             oldest, _ = self.entries.popitem(last=False)
-            self.nbytes -= len(oldest[1])
+            self.nbytes -= len(oldest[-1])
 
 
 class GrammarGate:
@@ -137,7 +137,7 @@ class GrammarGate:
 
     def _take(self, message: GenerateRequest) -> list[Event]:
         assert message.grammar is not None
-        key = (message.grammar.kind, message.grammar.text)
+        key = (message.grammar.kind, message.grammar.prelude, message.grammar.text)
         found = self._cache.get(key)
         if found is not None:
             self.stats.cache_hits += 1

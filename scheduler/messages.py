@@ -25,6 +25,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     text: str
     param: str
     schemas: dict[str, str] = {}  # JSON schemas within, by field: to find a mistake in
+    prelude: str = ""  # a Lark grammar around @constrained, which is the grammar of the text
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag="generate"):

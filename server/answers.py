@@ -11,6 +11,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from duograph.server.answer_reader import AnswerReader, joined
 from duograph.server.generation import Choice, Generation, TokenEntry
 from duograph.server.text_stream import TextDecoder
 from duograph.server.tokenizer import Tokenizer
@@ -38,10 +39,11 @@ def chat_answer(head: AnswerHead, generation: Generation, tokenizer: Tokenizer) 
     choices = []
     for choice, pieces in zip(generation.choices, generation.texts, strict=True):
         wants = choice.plan.sampling.logprobs is not None
+        message = _message(choice, "".join(pieces))
         choices.append(
             {
                 "index": choice.plan.index,
-                "message": {"role": "assistant", "content": "".join(pieces), "refusal": None},
+                "message": message,
                 "logprobs": chat_logprobs(choice, tokenizer) if wants else None,
                 "finish_reason": choice.finish_reason,
                 "matched_stop": choice.matched_stop,
@@ -54,6 +56,18 @@ def chat_answer(head: AnswerHead, generation: Generation, tokenizer: Tokenizer) 
     if plan.return_token_ids:
         answer["prompt_token_ids"] = plan.input_ids
     return answer
+
+
+def _message(choice: Choice, text: str) -> dict[str, Any]:
+    """Of the assistant. A call of a function changes why the choice has ended."""
+    head: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if choice.plan.reader is None:
+        return head
+    reader = AnswerReader(choice.plan.reader)
+    parts = joined([*reader.push(text), *reader.flush()])
+    if reader.calls and choice.finish_reason == "stop":
+        choice.finish_reason = "tool_calls"
+    return head | parts
 
 
 def completion_answer(

@@ -31,7 +31,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._source = _template_source(folder, tokenizer)
         self.available = self._source is not None
-        source = self._source or ""
+        source = self.source = self._source or ""
         self.part_separator = "" if _WALKS_PARTS.search(source) else "\n"
         self._knows_developer = "developer" in source
         if self.available:
@@ -48,6 +48,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
+        tools: list[Any] | None = None,
     ) -> list[int]:
         """Token ids of the chat. Raises ApiError 400 if the template refuses it."""
         if self._source is None:
@@ -63,6 +64,7 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables or {},
+            tools=None if tools is None else _hide(tools, mask),
         )
         if mask.used:
             return await self._tokenizer.encode_masked(Masked(text, mask))

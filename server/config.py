@@ -73,6 +73,19 @@ class HttpConfig:
     max_n: int = option(
         8, "most choices of one request (n)", group=API_GROUP, minimum=1, maximum=128
     )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes calls of functions; auto asks its chat template",
+        group=API_GROUP,
+        choices=("auto", "hermes", "qwen", "qwen25", "qwen3", "llama3", "llama3_json"),
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "tell thoughts from the answer, for models that write <think>: the model opens them "
+        "itself (qwen3) or begins inside them (qwen3-thinking, deepseek-r1)",
+        group=API_GROUP,
+        choices=("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek_r1"),
+    )
     max_body_bytes: int = option(
         4 * 1024 * 1024, "largest request body", group=API_GROUP, minimum=1024
     )

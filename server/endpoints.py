@@ -15,6 +15,7 @@ from duograph.server.generation import ChoicePlan, Generation
 from duograph.server.native import NativeHead, NativeStream, is_abort, native_answer
 from duograph.server.native_schema import GenerateBody
 from duograph.server.openai_schema import ChatRequest, CompletionRequest
+from duograph.server.reading_stream import ReadingStream
 from duograph.server.sse import ChunkFormat, ChunkStream
 from duograph.server.tokenizer import Tokenizer
 
@@ -65,6 +66,8 @@ class OpenAIAnswer:
             token_ids=self.request.return_token_ids,
             tokenizer=self.tokenizer,
         )
+        if generation.choices[0].plan.reader is not None:
+            return ReadingStream(generation, chunks, on_close=on_close)
         return ChunkStream(generation, chunks, on_close=on_close)
 
     def whole(self, generation: Generation) -> Any:

@@ -27,6 +27,7 @@ from duograph.scheduler.messages import (
     EngineStatus,
     Finished,
     GenerateRequest,
+    Grammar,
     Heartbeat,
     Logprobs,
     MetricsSnapshot,
@@ -146,6 +147,7 @@ class EngineClient:
         cache_salt: str = "",
         name: str = "",
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> Sequence:
         """Starts one sequence. Raises ApiError 503 if the pipe to the scheduler is full."""
         rid = self._new_id()
@@ -156,6 +158,7 @@ class EngineClient:
             cache_salt=cache_salt,
             name=name,
             priority=priority,
+            grammar=grammar,
         )
         if not self._sender.send(request):
             raise errors.overloaded()

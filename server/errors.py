@@ -128,6 +128,8 @@ def from_engine(code: ErrorCode | None, message: str) -> ApiError:
     match code:
         case "invalid_request":
             return ApiError(400, message)
+        case "invalid_grammar":
+            return ApiError(400, message, param=message.partition(":")[0] or None)
         case "context_length_exceeded":
             return ApiError(400, message, code="context_length_exceeded")
         case "overloaded":

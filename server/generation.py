@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from duograph.runners.sampling_params import SamplingParams
-from duograph.scheduler.messages import Finished, Logprobs
+from duograph.scheduler.messages import Finished, Grammar, Logprobs
 from duograph.server import errors
+from duograph.server.answer_reader import ReaderPlan
 from duograph.server.engine_client import EngineClient, Sequence
 from duograph.server.errors import ApiError
 from duograph.server.metrics import FrontendMetrics
@@ -37,6 +38,8 @@ class ChoicePlan:
     # where each prompt token begins in echo_text, if their logprobs are wanted too
     echo_offsets: tuple[int, ...] = ()
     return_token_ids: bool = False
+    grammar: Grammar | None = None
+    reader: ReaderPlan | None = None  # of a chat whose answer may be more than words
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class Choice:
         self.cached_tokens: int | None = None
         self.entries: list[TokenEntry] = []  # not yet given out
         self.token_ids: list[int] = []  # likewise, if the plan wants them
-        self.finish_reason: Literal["stop", "length"] | None = None
+        # "tool_calls" is set by those who read the text
+        self.finish_reason: Literal["stop", "length", "tool_calls"] | None = None
         self.matched_stop: int | str | None = None
         self.error: ApiError | None = None
 
@@ -246,6 +250,7 @@ class Generation:
                     cache_salt=cache_salt,
                     name=names[plan.index] if names else "",
                     priority=priority,
+                    grammar=plan.grammar,
                 )
         except ApiError as error:
             self.fail(error)

@@ -30,6 +30,7 @@ from duograph.scheduler.messages import FrontendBeat
 from duograph.server import errors
 from duograph.server.app import create_app
 from duograph.server.chat import ChatTemplate
+from duograph.server.chat_features import ParserFlags
 from duograph.server.config import FrontendConfig
 from duograph.server.engine_client import EngineClient
 from duograph.server.errors import ApiError
@@ -76,7 +77,9 @@ def create_serving(config: FrontendConfig) -> Serving:
         frontend_index=config.index,
         heartbeat_timeout_s=config.engine_silence_s,
     )
-    translator = Translator(tokenizer, template, defaults, config.http.max_n)
+    http = config.http
+    parsers = ParserFlags.named(http.tool_call_parser, http.reasoning_parser)
+    translator = Translator(tokenizer, template, defaults, http.max_n, parsers)
     return Serving(config, tokenizer, translator, engine, FrontendMetrics())
 
 

@@ -16,10 +16,11 @@ import msgspec
 import orjson
 
 from duograph.runners.sampling_params import SamplingParams
-from duograph.scheduler.messages import EngineInfo, Logprobs
+from duograph.scheduler.messages import EngineInfo, Grammar, Logprobs
 from duograph.server.answers import LOWEST_LOGPROB
 from duograph.server.errors import ApiError, bad_field
 from duograph.server.generation import Choice, ChoicePlan, Generation
+from duograph.server.grammars import requested_grammar
 from duograph.server.native_schema import GenerateBody, NativeSampling, inside, parse_sampling
 from duograph.server.openai_schema import MAX_PROMPTS
 from duograph.server.sse import DONE, EventStream
@@ -46,6 +47,7 @@ async def native_plans(
             check_ids(prompt, info, body.prompt_field)
             ids = prompt
         sampling = _sampling(body, fields, own_defaults, info, ids)
+        grammar = _grammar(fields)
         for k in range(fields.n):
             seed = choice_seed(fields.sampling_seed, k)
             plans.append(
@@ -57,6 +59,7 @@ async def native_plans(
                     keep_stop_text=fields.no_stop_trim,
                     skip_special_tokens=fields.skip_special_tokens,
                     return_token_ids=True,
+                    grammar=grammar,
                 )
             )
     return plans
@@ -73,6 +76,18 @@ def _prompts(body: GenerateBody) -> list[Any]:
     if not all(prompts):
         raise bad_field(name, "must not be empty")
     return list(prompts)
+
+
+def _grammar(fields: NativeSampling) -> Grammar | None:
+    try:
+        grammar = requested_grammar(fields.grammar_fields)
+    except ApiError as error:
+        raise inside(error) from error
+    if grammar is None:
+        return None
+    place = "sampling_params."
+    schemas = {place + param: schema for param, schema in grammar.schemas.items()}
+    return msgspec.structs.replace(grammar, param=place + grammar.param, schemas=schemas)
 
 
 def _sampling(

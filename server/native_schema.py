@@ -14,6 +14,7 @@ from duograph.server.body import parse_object
 from duograph.server.errors import ApiError, bad_field
 from duograph.server.openai_schema import (
     MAX_LOGPROBS,
+    GrammarFields,
     Int64,
     SamplingFields,
     Strict,
@@ -34,7 +35,7 @@ _REFUSED_SAMPLING = ("stop_regex", "structural_tag", "custom_params")
 Name = Annotated[str, Field(max_length=256)]
 
 
-class NativeSampling(SamplingFields):
+class NativeSampling(SamplingFields, GrammarFields):
     """One object of ``sampling_params``."""
 
     max_new_tokens: TokenCount = DEFAULT_NEW_TOKENS

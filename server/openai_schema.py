@@ -25,6 +25,7 @@ from pydantic import (
 
 from duograph.server.body import parse_object
 from duograph.server.errors import ApiError, bad_field, not_supported, quote
+from duograph.server.grammars import FIELDS
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +46,10 @@ _REFUSED = (
     "custom_logit_processor", "custom_logit_processors", "logits_processors", "lora_path",
     "use_beam_search", "prompt_logprobs", "token_ids_logprob",
     "return_hidden_states", "stop_regex", "bad_words", "allowed_token_ids",
-    "truncate_prompt_tokens", "regex", "ebnf", "json_schema", "structural_tag",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "truncate_prompt_tokens", "structural_tag",
 )  # fmt: skip
 _REFUSED_IN_CHAT = ("functions", "chat_template", "documents", "best_of")
-_REFUSED_IN_COMPLETIONS = ("suffix", "response_format", "tools")
+_REFUSED_IN_COMPLETIONS = ("suffix", "tools")
 
 _INT = re.compile(r"-?[0-9]{1,10}")
 
@@ -120,7 +120,19 @@ class SamplingFields(Strict):
     logit_bias: LogitBias = {}
 
 
-class _Common(SamplingFields):
+class GrammarFields(Strict):
+    """What the text must be, in SGLang's fields; read in grammars.py."""
+
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+
+    @property
+    def grammar_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name, None) for name in FIELDS}
+
+
+class _Common(SamplingFields, GrammarFields):
     """Fields of both endpoints."""
 
     model: str | None = None
@@ -134,6 +146,12 @@ class _Common(SamplingFields):
     rid: Annotated[str, Field(max_length=256)] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None
     priority: Int64 | None = None  # smaller goes first, with --schedule-policy priority
+    response_format: dict[str, Any] | None = None
+    structured_outputs: Any = None  # vLLM's; the guided_ ones are its older fields
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     @property
     def client_id(self) -> str | None:
@@ -193,9 +211,11 @@ class ChatRequest(_Common):
     max_completion_tokens: TokenCount | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: list[Any] | None = None  # read in tools.py
     tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = None
+    separate_reasoning: StrictBool = True
+    include_reasoning: StrictBool = True
     function_call: Any = None
     modalities: list[Any] | None = None
     add_generation_prompt: StrictBool | None = None
@@ -221,9 +241,8 @@ class ChatRequest(_Common):
             raise bad_field(
                 "continue_final_message", "must not be true together with add_generation_prompt"
             )
-        if self.response_format is not None:
-            _check_response_format(self.response_format)
-        _check_tools(self)
+        if self.function_call not in (None, "none"):
+            raise not_supported("function_call", "use tools and tool_choice")
         if self.modalities is not None and self.modalities != ["text"]:
             raise not_supported("modalities", 'only ["text"] is served')
         for name in ("max_tokens", "max_completion_tokens"):
@@ -254,25 +273,6 @@ class CompletionRequest(_Common):
         if self.max_tokens == 0 and not self.echo:
             raise bad_field("max_tokens", "must be at least 1 (0 needs echo: true)")
         return self
-
-
-def _check_response_format(value: dict[str, Any]) -> None:
-    kind = value.get("type")
-    if kind in ("json_object", "json_schema"):
-        raise not_supported("response_format")
-    if kind != "text":
-        raise bad_field("response_format", "type must be text, json_object or json_schema")
-
-
-def _check_tools(request: ChatRequest) -> None:
-    if request.function_call not in (None, "none"):
-        raise not_supported("function_call")
-    if request.tool_choice == "none":
-        return  # tools that must not be called need nothing
-    if request.tools:
-        raise not_supported("tools")
-    if request.tool_choice is not None:
-        raise not_supported("tool_choice")
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 from starlette.responses import Response
@@ -85,6 +86,17 @@ class ChunkFormat:
             orjson.dumps(text),
             self._text_closer,
             self._logprobs(choice),
+            self._ids(choice),
+            self._end(generation),
+        )
+
+    def delta(self, choice: Choice, delta: dict[str, Any], generation: Generation) -> bytes:
+        """A chunk of a chat that adds ``delta`` to the message."""
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}%b' % (
+            self._head,
+            choice.plan.index,
+            orjson.dumps(delta),
+            self._logprobs(choice) if choice.entries else b"null",
             self._ids(choice),
             self._end(generation),
         )
@@ -190,29 +202,30 @@ class ChunkStream(EventStream):
         self, generation: Generation, chunks: ChunkFormat, *, on_close: Callable[[], None]
     ) -> None:
         super().__init__(generation, on_close=on_close)
-        self._chunks = chunks
+        self.chunks = chunks
         self._opened = [False] * len(generation.choices)
         self._open_choices = len(generation.choices)
 
     def payload(self, choice: Choice, text: str) -> bytes:
         index = choice.plan.index
         if self._opened[index] and choice.finish_reason is None and choice.error is None:
-            return self._chunks.text(choice, text, self.generation) if text else b""
+            return self.chunks.text(choice, text, self.generation) if text else b""
         payload = b""
         if not self._opened[index]:
             self._opened[index] = True
-            payload = self._chunks.role(choice, self.generation) if self._chunks.chat else b""
+            payload = self.chunks.role(choice, self.generation) if self.chunks.chat else b""
             text = choice.plan.echo_text + text
-        if text:
-            payload += self._chunks.text(choice, text, self.generation)
+        payload += self.pieces(choice, text)
         if choice.finish_reason is not None:
-            payload += self._chunks.finish(choice, self.generation)
+            payload += self.chunks.finish(choice, self.generation)
             self._open_choices -= 1
             if self._open_choices == 0:
-                payload += (
-                    self._chunks.usage(self.generation) if self._chunks.include_usage else b""
-                )
+                payload += self.chunks.usage(self.generation) if self.chunks.include_usage else b""
                 payload += DONE
         if choice.error is not None:
             payload += self.error_event(choice.error)
         return payload
+
+    def pieces(self, choice: Choice, text: str) -> bytes:
+        """The chunks for ``text``, apart from those that open and close a choice."""
+        return self.chunks.text(choice, text, self.generation) if text else b""

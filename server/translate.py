@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
 
 from duograph.runners.model_config import GenerationDefaults
 from duograph.runners.sampling_params import SamplingParams
-from duograph.scheduler.messages import EngineInfo
+from duograph.scheduler.messages import EngineInfo, Grammar
 from duograph.server.chat import ChatTemplate, Message
+from duograph.server.chat_features import PROMPT_TAIL_TOKENS, ChatFeatures, ParserFlags
 from duograph.server.errors import bad_field, context_length_exceeded
 from duograph.server.generation import ChoicePlan
+from duograph.server.grammars import requested_grammar
 from duograph.server.openai_schema import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -65,11 +67,13 @@ class Translator:
     template: ChatTemplate
     defaults: SamplingDefaults
     max_n: int
+    parsers: ParserFlags = field(default_factory=ParserFlags)
 
     async def chat(self, request: ChatRequest, info: EngineInfo) -> list[ChoicePlan]:
         """Raises ApiError 400."""
         self.check_choices(request.n, 1)
-        input_ids = await self.chat_ids(request)
+        features = ChatFeatures.of(request, self.template, self.parsers)
+        input_ids = await self._chat_ids(request, features)
         asked = request.max_completion_tokens
         name = "max_completion_tokens" if asked is not None else "max_tokens"
         max_tokens = self.max_tokens(
@@ -78,14 +82,25 @@ class Translator:
         )  # fmt: skip
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         sampling = self.sampling(request, max_tokens, logprobs, info, max_name=name)
-        return self._plans(request, [input_ids], sampling)
+        tail = self.tokenizer.decode(input_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
+        grammar = features.grammar(prompt_tail=tail)
+        reader = features.reader(prompt_tail=tail)
+        plans = self._plans(request, [input_ids], sampling, grammar=grammar)
+        return plans if reader is None else [replace(plan, reader=reader) for plan in plans]
 
     async def chat_ids(self, request: ChatRequest) -> list[int]:
         """The prompt that the chat template makes. Raises ApiError 400."""
+        features = ChatFeatures.of(request, self.template, self.parsers)
+        return await self._chat_ids(request, features)
+
+    async def _chat_ids(self, request: ChatRequest, features: ChatFeatures) -> list[int]:
         continues = request.continue_final_message
         adds_prompt = request.add_generation_prompt
+        given = [self._message(i, message) for i, message in enumerate(request.messages)]
+        messages, tools = features.prompt(given, self.template)
         return await self.template.encode(
-            [self._message(i, message) for i, message in enumerate(request.messages)],
+            messages,
+            tools=tools,
             add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
             continue_final_message=continues,
             variables=self._variables(request),
@@ -108,15 +123,16 @@ class Translator:
             for ids in id_lists
         )
         sampling = self.sampling(request, max_tokens, request.logprobs, info)
+        grammar = requested_grammar(request.grammar_fields)
         if not request.echo:
-            return self._plans(request, id_lists, sampling)
+            return self._plans(request, id_lists, sampling, grammar=grammar)
         scored = request.logprobs is not None
         if scored:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
         pairs = zip(prompts, id_lists, strict=True)
         skip = request.skip_special_tokens
         echoes = [self._echo(prompt, ids, skip=skip, scored=scored) for prompt, ids in pairs]
-        return self._plans(request, id_lists, sampling, echoes)
+        return self._plans(request, id_lists, sampling, echoes, grammar=grammar)
 
     def _echo(self, prompt: str | list[int], ids: list[int], *, skip: bool, scored: bool) -> Echo:
         """The prompt as the answer begins with it, and where its tokens begin if ``scored``."""
@@ -142,6 +158,8 @@ class Translator:
         id_lists: list[list[int]],
         sampling: SamplingParams,
         echoes: Sequence[Echo] = (),
+        *,
+        grammar: Grammar | None = None,
     ) -> list[ChoicePlan]:
         plans: list[ChoicePlan] = []
         for input_ids, echo in zip(id_lists, echoes or [Echo()] * len(id_lists), strict=True):
@@ -159,6 +177,7 @@ class Translator:
                         echo_text=echo.text,
                         echo_offsets=echo.offsets,
                         return_token_ids=request.return_token_ids,
+                        grammar=grammar,
                     )
                 )
         return plans

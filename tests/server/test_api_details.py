@@ -101,23 +101,37 @@ def test_04_finish_reasons_are_openais_and_matched_stop_says_more(http: httpx.Cl
         assert last["choices"][0]["matched_stop"] == matched
 
 
+def test_05_streamed_calls_begin_with_id_and_name_and_go_on_with_arguments(
+    http: httpx.Client,
+) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": "b c"}}</tool_call>'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": call}], "tools": [tool]}
+    *chunks, last, done = events(http, CHAT, body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    first, *others = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert set(first) == {"index", "id", "type", "function"}
+    assert first["type"] == "function" and first["function"] == {"name": "f", "arguments": ""}
+    assert all(set(other) == {"index", "function"} for other in others)
+    assert all(set(other["function"]) == {"arguments"} for other in others)
+    assert json.loads("".join(o["function"]["arguments"] for o in others)) == {"a": "b c"}
+    assert last["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
+
+    choice = http.post(CHAT, json=body).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "b c"}'
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-    ],
+    [({"functions": [{"name": "f"}]}, "functions"), ({"function_call": "auto"}, "function_call")],
 )
-def test_05_tool_calls_are_refused_by_name_until_they_are_served(
+def test_05_the_older_fields_for_functions_are_refused_by_name(
     http: httpx.Client, fields: dict[str, Any], param: str
 ) -> None:
     answer = http.post(CHAT, json={"messages": FOX, **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-    assert "not supported yet" in answer.json()["error"]["message"]
 
 
 def test_06_chat_logprobs_carry_raw_bytes(http: httpx.Client) -> None:
