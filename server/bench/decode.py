@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Sequence
 
+from duograph.scheduler.offline import OfflineEngine
 from duograph.server.bench.in_process import (
     add_engine_flags,
     create_engine,
@@ -19,31 +21,39 @@ from duograph.server.bench.in_process import (
 )
 
 LONG, SHORT = 136, 8
+BATCH_SIZES = [1, 8, 32, 64, 128, 256]
+INPUT = 64  # tokens
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="duograph bench decode", description=__doc__)
     add_engine_flags(parser)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES)
+    parser.add_argument("--input-len", type=int, default=INPUT)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args(arguments)
     engine = create_engine(options)
+    measure(engine, options.batch_sizes, input_len=options.input_len, rounds=options.rounds)
+    return 0
+
+
+def measure(
+    engine: OfflineEngine, batch_sizes: Sequence[int], *, input_len: int = INPUT, rounds: int = 2
+) -> None:
+    """Prints one line per batch size."""
     rng = random.Random(0)
     print("batch | inter-token ms | tokens/s")
-    for batch in options.batch_sizes:
+    for batch in batch_sizes:
         best: dict[int, float] = {}
-        for _ in range(options.rounds):
+        for _ in range(rounds):
             prompts = [
-                random_prompt(rng, options.input_len, engine.limits.vocab_size)
-                for _ in range(batch)
+                random_prompt(rng, input_len, engine.limits.vocab_size) for _ in range(batch)
             ]
             for length in (SHORT, LONG):
                 seconds = seconds_of(engine.generate(prompts, [greedy(length)] * batch))
                 best[length] = min(seconds, best.get(length, seconds))
         latency = (best[LONG] - best[SHORT]) / (LONG - SHORT)
         print(f"{batch:5} | {1e3 * latency:14.3f} | {batch / latency:8.0f}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from duograph.scheduler.offline import OfflineEngine
 from duograph.server.bench.in_process import (
     add_engine_flags,
     create_engine,
@@ -27,15 +28,27 @@ from duograph.server.bench.step_trace import TracedWorker, as_dicts, load_traced
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="duograph bench offline", description=__doc__)
     add_engine_flags(parser)
+    add_workload_flags(parser)
+    parser.add_argument("--steps", action="store_true", help="time every step, print a table")
+    parser.add_argument("--json", type=Path, help="write the figures there, with --steps each step")
+    options = parser.parse_args(arguments)
+    engine = create_engine(options, load_traced if options.steps else None)
+    figures = measure(engine, options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures))
+    return 0
+
+
+def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--min-len", type=int, default=100)
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", action="store_true", help="time every step, print a table")
-    parser.add_argument("--json", type=Path, help="write the figures there, with --steps each step")
-    options = parser.parse_args(arguments)
-    engine = create_engine(options, load_traced if options.steps else None)
+
+
+def measure(engine: OfflineEngine, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the workload of ``options``, prints its figures and returns them."""
     rng = random.Random(options.seed)
 
     def length() -> int:
@@ -45,7 +58,8 @@ def main(arguments: list[str]) -> int:
         random_prompt(rng, length(), engine.limits.vocab_size) for _ in range(options.requests)
     ]
     sampling = [sampled(length(), options.temperature, seed) for seed in range(options.requests)]
-    engine.generate(prompts[:8], [sampled(16, options.temperature, 0)] * 8)
+    few = prompts[:8]
+    engine.generate(few, [sampled(16, options.temperature, 0)] * len(few))
     gc.collect()
     gc.freeze()  # as the engine process does
     traced = engine.worker if isinstance(engine.worker, TracedWorker) else None
@@ -68,9 +82,7 @@ def main(arguments: list[str]) -> int:
         records = traced.records()
         print("\n".join(step_table(records)))
         figures["steps"] = as_dicts(records)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures))
-    return 0
+    return figures
 
 
 if __name__ == "__main__":
