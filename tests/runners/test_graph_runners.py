@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from duograph.runners.batch import ForwardMode
+from duograph.runners.batch import ForwardMode, PromptWish, SamplingBatch
 from duograph.runners.config import GraphConfig
 from duograph.runners.piecewise import RecompileError, TorchCompileCutter
 from duograph.runners.worker import ModelWorker
@@ -163,6 +163,22 @@ def test_padded_rows_are_counted(worker: ModelWorker) -> None:
     assert after["replays"] - before["replays"] == 1
     assert after["real"] - before["real"] == 3
     assert after["padded"] - before["padded"] == 1
+
+
+def test_a_prompt_whose_logprobs_are_wanted_runs_eagerly(worker: ModelWorker) -> None:
+    """A graph leaves one row of each sequence, and here every row counts."""
+    driver = WorkerDriver(worker)
+    before = worker.graph_stats()
+    prompt = driver.prompt(9)
+    wish = SamplingBatch(prompt_logprobs={0: PromptWish(0, prompt[1:], 3)})
+    result = worker.launch(driver.extend({1: prompt}, sampling=wish)).wait()
+    after = worker.graph_stats()
+    assert len(result.prompt_logprobs[0]) == 8
+    reasons = after["eager_steps"]["prefill"]
+    was = before["eager_steps"]["prefill"].get("prompt_logprobs", 0)
+    assert reasons["prompt_logprobs"] == was + 1
+    assert after["prefill"]["sizes"] == before["prefill"]["sizes"]
+    assert after["recompiles"] == 0
 
 
 def test_no_mix_of_steps_traces_the_model_again(worker: ModelWorker) -> None:
