@@ -14,11 +14,8 @@ from duograph.kernels.attention.base import AttentionMetadata
 _BLOCK = 256  # sequences, and pages, of one step of a loop
 
 
-# One variant whatever the batch is and wherever its tensors lie: none is compiled in a request.
-@triton.jit(
-    do_not_specialize=["bs", "table_stride"],
-    do_not_specialize_on_alignment=["rows", "seq_lens", "indptr", "last_page_len", "ids"],
-)
+# One variant whatever the batch is: none is compiled in a request.
+@triton.jit(do_not_specialize=["bs", "table_stride"])
 def page_list_kernel(
     page_table: tl.tensor,
     rows: tl.tensor,

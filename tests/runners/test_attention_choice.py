@@ -8,15 +8,22 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from duograph.kernels.attention import flashinfer_jit
 from duograph.kernels.attention.base import AttentionMetadata, PhaseBackends
 from duograph.kernels.attention.flashinfer_jit import FlashInferUnavailable, Kernel
 from duograph.kernels.attention.torch import TorchBackend
 from duograph.runners import attention_choice
-from duograph.runners.attention_choice import BY_LENGTH, choose_backends, create_attention
-from duograph.runners.config import ConfigError, RunnerConfig
-from duograph.tests.worker_driver import tiny_config
+from duograph.runners import worker as worker_module
+from duograph.runners.attention_choice import (
+    BY_LENGTH,
+    choose_backends,
+    create_attention,
+    warm_up_long_steps,
+)
+from duograph.runners.config import ConfigError, GraphConfig, RunnerConfig
+from duograph.tests.worker_driver import WorkerDriver, make_worker, tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -129,6 +136,91 @@ def test_auto_gives_long_steps_to_flashinfer_and_short_ones_to_triton() -> None:
     decode = extend_step(1)
     decode.query_start_loc = None
     assert backends.of(decode).name == "triton"
+
+
+class Recording(TorchBackend):
+    """Reads new rows where it can, as FlashInfer's FA3 does; by pages otherwise."""
+
+    def __init__(self, *, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__(
+            num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, device=CPU
+        )
+        self.calls: list[tuple[str, int]] = []
+
+    def extend_new_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+        scale: float,
+    ) -> bool:
+        assert meta.seq_lens_cpu is not None and meta.extend_lens is not None
+        if meta.seq_lens_cpu.tolist() != meta.extend_lens:
+            return False
+        self.calls.append(("rows", sum(meta.extend_lens)))
+        start = 0
+        for length in meta.extend_lens:
+            mine = slice(start, start + length)
+            heads = (part[mine].transpose(0, 1)[None] for part in (q, k, v))
+            attended = F.scaled_dot_product_attention(
+                *heads, is_causal=True, scale=scale, enable_gqa=True
+            )
+            out[mine] = attended[0].transpose(0, 1)
+            start += length
+        return True
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        assert meta.num_real_tokens is not None
+        self.calls.append(("pages", meta.num_real_tokens))
+        super().extend(q, k_cache, v_cache, meta, out, scale)
+
+
+def test_long_steps_are_warmed_up_both_ways_on_the_dummy_page() -> None:
+    backend = Recording(num_q_heads=8, num_kv_heads=2, head_dim=128)
+    backends = PhaseBackends(decode=backend, extend=backend, long_extend=backend, long_from=99)
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    warm_up_long_steps(backends, table, 64, MODEL, BF16)
+    assert backend.calls == [("rows", 1), ("pages", 1)]
+    backend.calls.clear()
+    warm_up_long_steps(PhaseBackends(decode=backend, extend=backend), table, 64, MODEL, BF16)
+    assert backend.calls == []
+
+
+def test_long_prompts_reach_their_backend_through_the_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By rows while there is no prefix and by pages behind one, with the same tokens as without."""
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    long = Recording(**shape)
+
+    def create(resolved: RunnerConfig, *others: object) -> tuple[RunnerConfig, PhaseBackends]:
+        plain = TorchBackend(**shape, device=CPU)
+        return resolved, PhaseBackends(decode=plain, extend=plain, long_extend=long, long_from=20)
+
+    def tokens() -> list[int]:
+        worker = make_worker(graph=GraphConfig(disable_cuda_graph=True))
+        long.calls.clear()  # what the start has run
+        driver = WorkerDriver(worker)
+        chunks = (driver.prompt(length, seed=length) for length in (5, 30, 25, 7))
+        batches = [driver.extend({1 + i // 2: chunk}) for i, chunk in enumerate(chunks)]
+        return [worker.launch(batch).wait().tokens[0] for batch in batches]
+
+    expected = tokens()
+    assert long.calls == []
+    monkeypatch.setattr(worker_module, "create_attention", create)
+    assert tokens() == expected
+    layers = 2
+    assert long.calls == [("pages", 30)] * layers + [("rows", 25)] * layers
 
 
 @pytest.mark.usefixtures("hopper")
