@@ -163,9 +163,9 @@ class Recording(TorchBackend):
         start = 0
         for length in meta.extend_lens:
             mine = slice(start, start + length)
-            heads = (part[mine].transpose(0, 1)[None] for part in (q, k, v))
+            query, key, value = (part[mine].transpose(0, 1)[None] for part in (q, k, v))
             attended = F.scaled_dot_product_attention(
-                *heads, is_causal=True, scale=scale, enable_gqa=True
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
             out[mine] = attended[0].transpose(0, 1)
             start += length
