@@ -130,7 +130,7 @@ def test_only_the_kernels_of_the_phases_that_use_them_are_built(hopper: list[Ker
 @pytest.mark.usefixtures("hopper")
 def test_auto_gives_long_steps_to_flashinfer_and_short_ones_to_triton() -> None:
     _, backends = create(RunnerConfig())
-    long = 65536 // MODEL.num_heads
+    long = 98304 // MODEL.num_heads
     names = [backends.of(extend_step(rows)).name for rows in (1, long - 1, long, 2 * long)]
     assert names == ["triton", "triton", "flashinfer", "flashinfer"]
     decode = extend_step(1)
