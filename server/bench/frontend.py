@@ -1,8 +1,7 @@
 """What one frontend process costs: streams from a scripted engine, read by a cheap client.
 
-``duograph bench frontend [--model PATH]`` starts one frontend on a core of its
-own, the engine and the client on another, and prints a row per offered rate. The client keeps
-the bytes as they come and takes them apart when the clock has stopped; every text is checked.
+``duograph bench frontend [--model PATH]`` starts one frontend on a core of its own, the engine and
+the client on another, and prints a row per offered rate. Every text is checked.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import re
-import selectors
 import socket
 import subprocess
 import sys
@@ -27,6 +24,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from duograph.server.bench.frontend_client import ClientConfig
 from duograph.server.chat import ChatTemplate
 from duograph.server.config import FrontendConfig, HttpConfig
 from duograph.server.model_store import resolve_model
@@ -35,7 +33,6 @@ from duograph.server.tokenizer import Tokenizer
 
 START_TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 300.0
-HEALTH_PERIOD_S = 0.02
 RATES = (12_000.0, 25_000.0, 50_000.0, 100_000.0)
 
 _TABLE_HEAD = (
@@ -71,15 +68,6 @@ class BenchFrontendResult:
     health_p50_ms: float
     health_p99_ms: float
     wrong_texts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ClientConfig:
-    """What the client process is told."""
-
-    port: int
-    streams: int
-    request: str  # the bytes of one HTTP request
 
 
 def bench_frontend(config: BenchFrontendConfig) -> BenchFrontendResult:
@@ -170,11 +158,11 @@ def _measure(
     request = f"{head}\r\nContent-Type: application/json\r\n\r\n{text}"
     client = _on_core(
         core,
-        ["-m", "duograph.server.bench.frontend", "--as-client"],
+        ["-m", "duograph.server.bench.frontend_client"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    told = _ClientConfig(port=port, streams=config.streams, request=request)
+    told = ClientConfig(port=port, streams=config.streams, request=request)
     before = frontend.cpu_times()
     output, _ = client.communicate(msgspec.json.encode(told), timeout=RUN_TIMEOUT_S)
     after = frontend.cpu_times()
@@ -214,104 +202,6 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-# the client process
-
-
-class _Connection:
-    """One stream, or the health check's connection."""
-
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port))
-        self.socket.setblocking(False)
-        self.parts: list[bytes] = []
-        self.first: float | None = None
-
-
-def run_client(config: _ClientConfig) -> dict[str, Any]:
-    """Reads all streams to their ends. Seconds count from the first token to the last."""
-    selector = selectors.DefaultSelector()
-    connections = [_Connection(config.port) for _ in range(config.streams)]
-    request = config.request.encode()
-    begun = time.perf_counter()
-    for connection in connections:
-        selector.register(connection.socket, selectors.EVENT_READ, connection)
-        connection.socket.sendall(request)
-    health = _HealthProbe(config.port)
-    selector.register(health.connection.socket, selectors.EVENT_READ, health)
-    left = len(connections)
-    while left:
-        now = time.perf_counter()
-        health.tick(now)
-        for key, _ in selector.select(HEALTH_PERIOD_S):
-            if key.data is health:
-                health.read()
-                continue
-            connection = key.data
-            data = connection.socket.recv(1 << 18)
-            if connection.first is None:
-                connection.first = time.perf_counter()
-            connection.parts.append(data)
-            if not data:
-                raise RuntimeError("a stream was closed before its end")
-            if data.endswith(b"0\r\n\r\n"):
-                selector.unregister(connection.socket)
-                left -= 1
-    ended = time.perf_counter()
-    firsts = [c.first for c in connections if c.first is not None]
-    answers = [_take_apart(b"".join(c.parts)) for c in connections]
-    return {
-        "seconds": ended - min(firsts),
-        "ttft": [first - begun for first in firsts],
-        "health": health.times,
-        "texts": [text for text, _ in answers],
-        "chunks": [count for _, count in answers],
-    }
-
-
-class _HealthProbe:
-    """GET /health at a steady pace, one at a time."""
-
-    def __init__(self, port: int) -> None:
-        self.connection = _Connection(port)
-        self.times: list[float] = []
-        self._sent: float | None = None
-        self._due = 0.0
-        self._answer = b""
-
-    def tick(self, now: float) -> None:
-        if self._sent is None and now >= self._due:
-            self._sent, self._due = now, now + HEALTH_PERIOD_S
-            self.connection.socket.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-
-    def read(self) -> None:
-        self._answer += self.connection.socket.recv(1 << 16)
-        if not self._answer.startswith(b"HTTP/1.1 200 "):
-            raise RuntimeError(f"/health: {self._answer[:80]!r}")
-        if self._answer.endswith(b"}") and self._sent is not None:
-            self._answer = b""
-            self.times.append(time.perf_counter() - self._sent)
-            self._sent = None
-
-
-def _take_apart(response: bytes) -> tuple[str, int]:
-    """Text and number of events with text of one streamed answer."""
-    head, _, body = response.partition(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200 "):
-        raise RuntimeError(f"a stream was answered {head[:80]!r}")
-    text, count, ended = [], 0, False
-    for event in re.findall(rb"data: (.*)\n\n", body):
-        if event == b"[DONE]":
-            ended = True
-            continue
-        content = json.loads(event)["choices"][0]["delta"].get("content")
-        if content:
-            text.append(content)
-            count += 1
-    if not ended:
-        raise RuntimeError("a stream ended without [DONE]")
-    return "".join(text), count
-
-
 def _print_row(result: BenchFrontendResult) -> None:
     print(
         f"{result.rate:10.0f} {result.tokens_per_s:10.0f} {result.chunks_per_s:9.0f} "
@@ -329,12 +219,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="per stream")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="tokens/s offered")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--as-client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.as_client:
-        told = msgspec.json.decode(sys.stdin.buffer.read(), type=_ClientConfig)
-        print(json.dumps(run_client(told)))
-        return 0
     folder = Path(options.model)
     if not options.model:
         folder = resolve_model("", "auto", os.environ, print).folder

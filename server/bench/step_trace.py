@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from duograph.runners.batch import ForwardBatch, ForwardMode
+from duograph.runners.profiler import StepProfiler
 from duograph.runners.worker import ModelWorker
 from duograph.scheduler.engine import Worker
 from duograph.scheduler.engine_config import EngineConfig
@@ -90,6 +91,10 @@ class TracedWorker:
 
     def graph_stats(self) -> dict[str, Any]:
         return self._worker.graph_stats()
+
+    @property
+    def profiler(self) -> StepProfiler:
+        return self._worker.profiler
 
     def close(self) -> None:
         self._worker.close()
