@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from duograph.server import errors
@@ -41,7 +42,7 @@ def create_app(serving: Serving) -> ASGIApp:
     _add_info_routes(api, serving)
     add_native_routes(api, serving)
     add_docs(api)
-    describe(api)
+    describe(api, serving)
     http = serving.config.http
     app: ASGIApp = BearerAuth(api, serving.config.api_keys, serving.config.admin_keys)
     app = HostCheck(
@@ -167,9 +168,22 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, method not allowed."""
     assert isinstance(error, HTTPException)
+    headers = error.headers
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"allow": ", ".join(_methods(request))}
     phrase = HTTPStatus(error.status_code).phrase
     text = f"{phrase}: {request.method} {quote(request.url.path)[1:-1]}"
-    return error_response(ApiError(error.status_code, text, headers=error.headers))
+    return error_response(ApiError(error.status_code, text, headers=headers))
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path takes: a path's methods may be routes of their own, each of which only knows
+    its own."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
 
 
 async def _on_unexpected(_: Request, error: Exception) -> Response:

@@ -93,15 +93,13 @@ def parse_generate(body: bytes) -> GenerateBody:
 
 def parse_sampling(value: Any, prompts: int) -> list[NativeSampling]:
     """One for each of ``prompts``. Raises ApiError 400 naming the field."""
-    several = value if isinstance(value, list) else [value] * prompts
+    several = value if isinstance(value, list) else [{} if value is None else value] * prompts
     if len(several) != prompts:
         raise bad_field("sampling_params", f"must be one object or {prompts}, as many as prompts")
     return [_sampling(one) for one in several]
 
 
 def _sampling(value: Any) -> NativeSampling:
-    if value is None:
-        value = {}
     if not isinstance(value, dict):
         raise bad_field("sampling_params", "must be an object")
     document = {name: field for name, field in value.items() if field is not None}

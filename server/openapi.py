@@ -3,20 +3,16 @@ read their own bodies. Knows paths and schemas; changes nothing at run time."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 from fastapi import FastAPI
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
 from duograph.server.native_routes import AbortBody
 from duograph.server.native_schema import GenerateBody
 from duograph.server.openai_schema import ChatRequest, CompletionRequest
+from duograph.server.openapi_bodies import REF, TOKENIZE_CHAT, Schema, body_schemas
+from duograph.server.serving import Serving
 from duograph.server.tokenize import DetokenizeBody, TokenizeBody
 
-Schema = dict[str, Any]
-
-_REF = "#/components/schemas/"
 # By path: the bodies that it takes.
 _BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/chat/completions": (ChatRequest,),
@@ -127,21 +123,29 @@ _ANSWERS: dict[str, Schema] = {
 }
 
 
-def describe(api: FastAPI) -> None:
-    """Completes what FastAPI generates."""
+def describe(api: FastAPI, serving: Serving) -> None:
+    """Completes what FastAPI generates, once the model's limits are known."""
     generate = api.openapi
+    config = serving.config
 
     def openapi() -> Schema:
-        if api.openapi_schema is not None:
+        info = serving.engine.info
+        if info is None:
+            api.openapi_schema = None
+        elif api.openapi_schema is not None:
             return api.openapi_schema
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(_body_schemas())
+        models = sorted({model for several in _BODIES.values() for model in several}, key=str)
+        schemas.update(body_schemas(models, info, config.http.max_n))
         schemas["Error"] = _ERROR
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in document["paths"].items():
+            needs_key = path in _ADMIN or (bool(config.api_keys) and path not in _OPEN)
             for method, operation in operations.items():
                 _complete(operation, path, method)
+                if needs_key:
+                    operation["security"] = [{"key": []}]
         return document
 
     api.openapi = openapi  # type: ignore[method-assign]
@@ -156,17 +160,19 @@ def _complete(operation: Schema, path: str, method: str) -> None:
     else:
         content["application/json"] = {"schema": _ANSWERS.get(path, {"type": "object"})}
     if path in _STREAMED:
-        content["text/event-stream"] = {"schema": _TEXT}
+        # no schema: OpenAPI 3.1 has none for the single event
+        content["text/event-stream"] = {}
     responses["200"] = {"description": "The answer", "content": content}
     for status in _statuses(path, method):
-        error: Schema = {"schema": {"$ref": f"{_REF}Error"}}
+        error: Schema = {"schema": {"$ref": f"{REF}Error"}}
         if path.endswith("/ready"):  # the error, and how far the start is, side by side
             error = {"schema": {"allOf": [error["schema"], {"type": "object"}]}}
         responses[status] = {"description": "Error", "content": {"application/json": error}}
-    if path not in _OPEN:
-        operation["security"] = [{"key": []}]
     if method != "get" and path in _BODIES:
-        several = [{"$ref": _REF + model.__name__} for model in _BODIES[path]]
+        names = [model.__name__ for model in _BODIES[path]]
+        if path.endswith("/tokenize"):
+            names[names.index("ChatRequest")] = TOKENIZE_CHAT
+        several = [{"$ref": REF + name} for name in names]
         schema = several[0] if len(several) == 1 else {"anyOf": several}
         content = {"application/json": {"schema": schema}}
         operation["requestBody"] = {"required": True, "content": content}
@@ -185,22 +191,3 @@ def _statuses(path: str, method: str) -> list[str]:
     if path == "/v1/models/{name}" or path in _BODIES:
         found.add("404")
     return sorted(found)
-
-
-def _body_schemas() -> Schema:
-    """Of the bodies, with null allowed wherever a field may be left out."""
-    models = sorted({model for several in _BODIES.values() for model in several}, key=str)
-    wanted: list[tuple[type[BaseModel], Literal["validation"]]] = [
-        (model, "validation") for model in models
-    ]
-    _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
-    schemas: Schema = definitions["$defs"]
-    for model in models:
-        schema = schemas[model.__name__]
-        required = schema.get("required", [])
-        for name, field in schema["properties"].items():
-            kinds = field.get("anyOf", [])
-            if name not in required and {"type": "null"} not in kinds and len(field) > 1:
-                title = field.pop("title", name)
-                schema["properties"][name] = {"title": title, "anyOf": [field, {"type": "null"}]}
-    return schemas

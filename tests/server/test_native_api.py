@@ -161,6 +161,7 @@ def test_logprobs_from_the_middle_of_the_prompt(http: Any, ids: list[int]) -> No
         ({"input_ids": [1] * 5000}, "input_ids"),
         ({"text": "a", "sampling_params": []}, "sampling_params"),
         ({"text": "a", "sampling_params": "x"}, "sampling_params"),
+        ({"text": "a", "sampling_params": [None]}, "sampling_params"),
         ({"text": "a", "sampling_params": {"temperature": 3}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": {"top_k": 0.5}}, "sampling_params.top_k"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),

@@ -179,3 +179,31 @@ async def test_an_exception_of_ours_is_a_500_in_the_envelope() -> None:
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert answer.headers["x-request-id"] and "KeyError" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/health", "GET, HEAD"), ("/flush_cache", "GET, POST"), ("/generate", "POST, PUT")],
+)
+def test_a_wrong_method_is_told_all_the_right_ones(guarded: Any, path: str, methods: str) -> None:
+    answer = call(guarded, path, "admin-key", "DELETE")
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+def test_openapi_asks_for_a_key_where_one_is_needed(http: Any, guarded: Any) -> None:
+    def needing(document: Any) -> set[str]:
+        paths = document["paths"].items()
+        return {path for path, ops in paths if any("security" in op for op in ops.values())}
+
+    assert needing(http.get("/openapi.json").json()) == set(ADMIN)
+    everything = call(guarded, "/openapi.json", "user-key", "GET").json()
+    assert set(everything["paths"]) - needing(everything) == {
+        "/health", "/health/live", "/health/ready", "/ready",
+    }  # fmt: skip
+
+
+def test_openapi_knows_the_limits_of_the_model(http: Any) -> None:
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    text = str(schemas["CompletionRequest"]["properties"]["prompt"])
+    assert "'maximum': 511" in text and "'maxItems': 4095" in text
+    assert "'maximum': 8" in str(schemas["ChatRequest"]["properties"]["n"])
