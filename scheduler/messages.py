@@ -182,6 +182,7 @@ class FrontendBeat(msgspec.Struct, frozen=True, tag="frontend"):
     """Every second from a frontend's event loop, and it stops when that is stuck."""
 
     index: int
+    draining: bool = False  # it has been told to end, perhaps by somebody else
 
 
 ToSupervisor = EngineStatus | Heartbeat | FrontendBeat | ProcessFailed

@@ -83,13 +83,14 @@ def create_serving(config: FrontendConfig) -> Serving:
     return Serving(config, tokenizer, translator, engine, FrontendMetrics())
 
 
-async def _beat(config: FrontendConfig) -> None:
+async def _beat(config: FrontendConfig, serving: Serving) -> None:
     """Tells the supervisor that this event loop turns, until it is cancelled."""
     with zmq.Context() as context:
         sender = Sender(context, supervisor_address(config.run_dir))
         try:
             while True:
-                sender.send(FrontendBeat(config.index))  # a full pipe holds beats enough
+                # a full pipe holds beats enough
+                sender.send(FrontendBeat(config.index, serving.draining))
                 await asyncio.sleep(BEAT_S)
         finally:
             sender.close()
@@ -134,7 +135,7 @@ async def _serve(config: FrontendConfig, listener: socket.socket) -> None:
     # what start-up has made stays for ever: the collector need not look at it again
     gc.collect()
     gc.freeze()
-    beats = asyncio.create_task(_beat(config))
+    beats = asyncio.create_task(_beat(config, serving))
     try:
         await server.serve(sockets=[listener])
     finally:

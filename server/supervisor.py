@@ -105,6 +105,9 @@ class Supervisor:
                 self._last_heartbeat = time.monotonic()
             elif isinstance(message, FrontendBeat):
                 self._last_beats[message.index] = time.monotonic()
+                if message.draining and self._state is not State.DRAINING and self._exit is None:
+                    # all at the same time: after it has ended, the others would begin anew
+                    self._drain(f"frontend {message.index} was asked to end")
             elif isinstance(message, EngineStatus):
                 self._report.show(message)
                 if message.phase == "ready" and self._state is State.STARTING:

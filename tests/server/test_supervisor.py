@@ -241,7 +241,7 @@ def test_an_engine_that_stops_beating_is_killed(tree: Tree, log: pytest.LogCaptu
     assert "the scheduler process has been silent" in log.text
 
 
-def beating_frontend(address: str, beats: int) -> str:
+def beating_frontend(address: str, beats: int, *, draining: bool = False) -> str:
     """Sends ``beats`` beats, a tenth of a second apart, and is stuck afterwards."""
     return f"""
 import signal, time, zmq
@@ -251,7 +251,7 @@ signal.signal(signal.SIGTERM, lambda *_: exit(0))
 context = zmq.Context()
 sender = Sender(context, {address!r})
 for _ in range({beats}):
-    sender.send(FrontendBeat(0))
+    sender.send(FrontendBeat(0, {draining}))
     time.sleep(0.1)
 time.sleep(60)
 """
@@ -274,6 +274,16 @@ def test_a_frontend_that_beats_is_left_alone(tree: Tree, log: pytest.LogCaptureF
     code = tree.run(frontend=beating_frontend(tree.address, 600), silence_timeout=1.0)
     thread.join()
     assert code == ExitCode.OK
+
+
+def test_a_frontend_that_drains_has_the_others_drain_at_once(
+    tree: Tree, log: pytest.LogCaptureFixture
+) -> None:
+    """Not only when it has ended, or the two drains would take twice the time."""
+    frontend = beating_frontend(tree.address, 600, draining=True)
+    assert tree.run(frontend=frontend, shutdown_timeout=20) == ExitCode.OK
+    assert "frontend 0 was asked to end: draining" in log.text
+    assert tree.children[1].signals_sent[0] == signal.SIGTERM
 
 
 def test_a_frontend_that_never_beats_once_the_engine_serves_ends_the_tree(
