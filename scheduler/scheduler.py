@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from duograph.scheduler import endings
 from duograph.scheduler.admission import EngineLimits, RequestRefused, check_request
 from duograph.scheduler.config import SchedulerConfig
 from duograph.scheduler.messages import (
     RID_FRONTEND_SHIFT,
     AbortRequest,
     ErrorCode,
-    Finished,
     FinishReason,
     GenerateRequest,
     Logprobs,
@@ -106,7 +106,7 @@ class Scheduler:
         """Ends every live request with an internal error; nothing can run afterwards."""
         for request in self.live.values():
             request.state = RequestState.FINISHED
-            self._outbox.finished(request.frontend, _error(request, "internal", message))
+            self._outbox.finished(request.frontend, endings.failed(request, "internal", message))
         self.live.clear()
         return Step(None, self._outbox.take())
 
@@ -201,16 +201,7 @@ class Scheduler:
             self.stats.ignored += 1
             return
         self.stats.refused += 1
-        finished = Finished(
-            rid=message.rid,
-            reason="error",
-            prompt_tokens=len(message.input_ids),
-            completion_tokens=0,
-            cached_tokens=0,
-            error_code=code,
-            error_message=text,
-        )
-        self._outbox.finished(frontend, finished)
+        self._outbox.finished(frontend, endings.refused(message, code, text))
 
     def _abort(self, rid: int) -> None:
         request = self.live.get(rid)
@@ -342,21 +333,11 @@ class Scheduler:
             stats.prefill_time.observe(request.first_token_time - request.first_admitted)
             stats.decode_time.observe(now - request.first_token_time)
             self.queues.estimate.finished(len(request.output_ids), request.max_new_tokens)
-        self._outbox.finished(
-            request.frontend,
-            Finished(
-                rid=request.rid,
-                reason=reason,
-                prompt_tokens=request.prompt_len,
-                completion_tokens=len(request.output_ids),
-                cached_tokens=request.cached_tokens,
-                matched_token=token,
-            ),
-        )
+        self._outbox.finished(request.frontend, endings.finished(request, reason, token))
 
     def _finish_with_error(self, request: Request, code: ErrorCode, message: str) -> None:
         self._leave(request, keep=False)
-        self._outbox.finished(request.frontend, _error(request, code, message))
+        self._outbox.finished(request.frontend, endings.failed(request, code, message))
 
     def _leave(self, request: Request, *, keep: bool) -> None:
         """The request is over. The lists drop it at the next sweep; a step in flight may still
@@ -374,15 +355,3 @@ class Scheduler:
         if len(self._faults) == MAX_FAULTS and self._now - self._faults[0] <= FAULT_WINDOW_S:
             # Raised when all events have been taken, so that fail_all reaches every request.
             self._fatal = EngineFault(f"{MAX_FAULTS} requests failed within {FAULT_WINDOW_S:g} s")
-
-
-def _error(request: Request, code: ErrorCode, message: str) -> Finished:
-    return Finished(
-        rid=request.rid,
-        reason="error",
-        prompt_tokens=request.prompt_len,
-        completion_tokens=len(request.output_ids),
-        cached_tokens=request.cached_tokens,
-        error_code=code,
-        error_message=message,
-    )
