@@ -21,11 +21,23 @@ from duograph.server.answers import LOWEST_LOGPROB
 from duograph.server.errors import ApiError, bad_field
 from duograph.server.generation import Choice, ChoicePlan, Generation
 from duograph.server.grammars import requested_grammar
-from duograph.server.native_schema import GenerateBody, NativeSampling, inside, parse_sampling
+from duograph.server.native_schema import (
+    DEFAULT_NEW_TOKENS,
+    GenerateBody,
+    NativeSampling,
+    inside,
+    parse_sampling,
+)
 from duograph.server.openai_schema import MAX_PROMPTS
 from duograph.server.sse import DONE, EventStream
 from duograph.server.tokenizer import Tokenizer
-from duograph.server.translate import SamplingDefaults, Translator, check_ids, choice_seed
+from duograph.server.translate import (
+    SamplingDefaults,
+    Translator,
+    check_ids,
+    check_scores,
+    choice_seed,
+)
 
 Triple = tuple[float | None, int, str | None]  # logprob, token id, its text if wanted
 
@@ -62,6 +74,9 @@ async def native_plans(
                     grammar=grammar,
                 )
             )
+    if body.return_logprob and body.logprob_start_len >= 0:
+        told = [len(plan.input_ids) - body.logprob_start_len for plan in plans]
+        check_scores([max(0, n) for n in told], body.top_logprobs_num, "top_logprobs_num")
     return plans
 
 
@@ -102,8 +117,11 @@ def _sampling(
     try:
         if fields.max_new_tokens == 0 and not scored:
             raise bad_field("max_new_tokens", "must be at least 1 (0 needs logprob_start_len >= 0)")
-        asked = fields.max_new_tokens
-        most = translator.max_tokens(len(ids), asked, None, info, param=body.prompt_field)
+        given = "max_new_tokens" in fields.model_fields_set
+        asked = fields.max_new_tokens if given else None
+        most = translator.max_tokens(
+            len(ids), asked, DEFAULT_NEW_TOKENS, info, param=body.prompt_field
+        )
         k = body.top_logprobs_num if body.return_logprob else None
         if fields.min_tokens > most:
             raise bad_field(
@@ -157,9 +175,11 @@ class NativeOutput:
         self._ids: list[int] = []
         self._logprobs: list[Triple] = []
         self._top: list[list[Triple] | None] = []
+        self._begun = False
 
     def event(self, generation: Generation) -> dict[str, Any]:
-        """The answer up to now; takes what the choice has not yet given out."""
+        """The answer up to now; takes what the choice has not yet given out. Logprobs of the
+        prompt are in the first event and in the last: they do not change in between."""
         choice, head = self._choice, self._head
         self._ids += choice.take_token_ids()
         meta: dict[str, Any] = {
@@ -187,13 +207,15 @@ class NativeOutput:
         for entry in choice.take_entries():
             self._logprobs.append(self._triple(entry.logprobs.logprob, entry.token))
             self._top.append(self._best(entry.logprobs))
-        lists: dict[str, Any] = {
-            "input_token_logprobs": self._prompt_triples(),
-            "output_token_logprobs": list(self._logprobs),
-        }
-        if self._head.body.top_logprobs_num:
-            lists["input_top_logprobs"] = self._prompt_best()
+        lists: dict[str, Any] = {"output_token_logprobs": list(self._logprobs)}
+        has_top = bool(self._head.body.top_logprobs_num)
+        if has_top:
             lists["output_top_logprobs"] = list(self._top)
+        if not self._begun or choice.ended:
+            lists["input_token_logprobs"] = self._prompt_triples()
+            if has_top:
+                lists["input_top_logprobs"] = self._prompt_best()
+        self._begun = True
         return lists
 
     def _prompt_triples(self) -> list[Triple]:

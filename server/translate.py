@@ -32,6 +32,8 @@ from duograph.server.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # of the completions endpoint, by OpenAI
 
+MAX_SCORES = 1 << 19  # log-probabilities of prompts in one answer
+
 _INT64 = 2**64
 
 
@@ -128,6 +130,9 @@ class Translator:
             return self._plans(request, id_lists, sampling, grammar=grammar)
         scored = request.logprobs is not None
         if scored:
+            check_scores(
+                [len(ids) * request.n for ids in id_lists], request.logprobs or 0, "logprobs"
+            )
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
         pairs = zip(prompts, id_lists, strict=True)
         skip = request.skip_special_tokens
@@ -317,6 +322,18 @@ def _prompts(value: Any, info: EngineInfo) -> list[str | list[int]]:
         if isinstance(prompt, list):
             check_ids(prompt, info)
     return prompts
+
+
+def check_scores(tokens: Sequence[int], k: int, param: str) -> None:
+    """``tokens`` of each prompt are to be told with ``k`` alternatives. Raises ApiError 400 for
+    an answer so large that writing it would keep others waiting."""
+    entries = sum(tokens) * (k + 1)
+    if entries > MAX_SCORES:
+        raise bad_field(
+            param,
+            f"{sum(tokens)} prompt tokens with {k} alternatives each are {entries} values; one "
+            f"answer holds {MAX_SCORES}",
+        )
 
 
 def check_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> None:

@@ -309,3 +309,35 @@ def test_invocations_is_what_its_prompt_says(http: Any) -> None:
     assert "meta_info" in http.post("/invocations", json={"text": WORDS}).json()
     assert http.post("/invocations", json={"x": 1}).status_code == 400
     assert http.get("/ping").status_code == 200
+
+
+def test_the_default_limit_is_cut_at_the_context(http: Any, server: Any) -> None:
+    body: dict[str, Any] = {"input_ids": [300] * 4090}
+    assert http.post("/generate", json=body).status_code == 200
+    assert server.received("GenerateRequest")[-1]["sampling"]["max_new_tokens"] == 6
+    refused = http.post("/generate", json=body | {"sampling_params": {"max_new_tokens": 7}})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_an_answer_of_too_many_logprobs_is_refused(http: Any) -> None:
+    prompt = [[300] * 4000] * 4
+    body = {"prompt": prompt, "echo": True, "logprobs": 20, "max_tokens": 0, "n": 2}
+    answer = http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+    native = {
+        "input_ids": prompt, "return_logprob": True, "logprob_start_len": 0,
+        "top_logprobs_num": 20, "sampling_params": {"n": 2, "max_new_tokens": 1},
+    }  # fmt: skip
+    answer = http.post("/generate", json=native)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "top_logprobs_num")
+
+
+def test_a_stream_tells_the_prompts_logprobs_first_and_last(http: Any, ids: list[int]) -> None:
+    body = {
+        "text": WORDS * 20, "return_logprob": True, "logprob_start_len": 0, "stream": True,
+        "sampling_params": {"max_new_tokens": 60},
+    }  # fmt: skip
+    events = events_of(http.post("/generate", json=body).text)
+    told = ["input_token_logprobs" in event["meta_info"] for event in events]
+    assert len(events) > 2 and told[0] and told[-1] and not any(told[1:-1])
+    assert len(events[-1]["meta_info"]["output_token_logprobs"]) == 60
