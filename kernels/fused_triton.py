@@ -69,7 +69,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows = out.numel() // width
     if rows:
         _silu_and_mul_kernel[(rows, triton.cdiv(width, _SILU_BLOCK))](
-            gate_up, out, width, BLOCK=_SILU_BLOCK, num_warps=4, **pdl_launch(out.device)
+            gate_up, out, width, BLOCK=_SILU_BLOCK, num_warps=4, **pdl_launch(out.device, rows)
         )
     return out
 
@@ -126,7 +126,7 @@ def rope_and_cache(
         BLOCK_H=_ROPE_HEADS,
         NORM=q_norm is not None,
         num_warps=4,
-        **pdl_launch(q.device),
+        **pdl_launch(q.device, tokens),
     )
 
 
@@ -188,7 +188,7 @@ def _launch_norm(
         BLOCK_R=block_r,
         ADD=residual is not None,
         num_warps=max(1, min(16, block * block_r // 512)),
-        **pdl_launch(x.device),
+        **pdl_launch(x.device, outer),
     )
 
 

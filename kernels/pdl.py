@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+_MOST_ROWS = 512  # the largest decode step
+
 
 @cache
 def _has_pdl(index: int) -> bool:
@@ -25,11 +27,13 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and _has_pdl(device.index or 0)
 
 
-def pdl_launch(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel with a ``PDL`` constexpr.
+def pdl_launch(device: torch.device, rows: int = 1) -> dict[str, bool]:
+    """Launch options of a kernel with a ``PDL`` constexpr that works on ``rows`` rows.
 
     None of it in a traced forward: Inductor compiles these kernels itself, cannot see through
-    the wait what a kernel writes, and knows no such launch."""
-    if torch.compiler.is_compiling() or not has_pdl(device):
+    the wait what a kernel writes, and knows no such launch. Nor in a long step, where early
+    programs only wait in the place of those of the kernel before: RoPE over 8192 tokens took
+    53 us a layer on one H200, and 34 without."""
+    if torch.compiler.is_compiling() or rows > _MOST_ROWS or not has_pdl(device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

@@ -82,23 +82,20 @@ class RunnerParts:
         out_cache_loc: torch.Tensor,
         extend_lens: list[int],
         seq_lens_cpu: torch.Tensor,
-        query_start_loc: torch.Tensor | None = None,
     ) -> ForwardContext:
         """``extend_lens[i]`` query rows of sequence i, one sequence after the other.
 
         ``out_cache_loc`` may be longer than their sum: the rest are padding tokens, which are
-        written to their slots and left alone by attention. ``query_start_loc``: int32 [bs + 1]
-        on the device, if the caller has it already.
+        written to their slots and left alone by attention.
         """
-        if query_start_loc is None:
-            query_start_loc = upload([0, *accumulate(extend_lens)], torch.int32, self.device)
+        starts = upload([0, *accumulate(extend_lens)], torch.int32, self.device)
         meta = AttentionMetadata(
             page_table=self.table.page_table,
             req_pool_indices=rows,
             seq_lens=seq_lens,
             out_cache_loc=out_cache_loc,
             page_size=self.kv_pool.page_size,
-            query_start_loc=query_start_loc,
+            query_start_loc=starts,
             max_extend_len=max(extend_lens),
             num_real_tokens=sum(extend_lens),
             seq_lens_cpu=seq_lens_cpu,

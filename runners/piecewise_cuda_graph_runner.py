@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from duograph.runners.batch import ForwardBatch, ForwardOutput
@@ -18,10 +17,9 @@ from duograph.runners.buckets import padded_size
 from duograph.runners.capture import Progress, SizeStats, Wording, capture_largest_first
 from duograph.runners.forward_context import ForwardContext, use_context
 from duograph.runners.graph import Graph, GraphBackend
-from duograph.runners.parts import RunnerParts, check_extend
+from duograph.runners.parts import RunnerParts, check_extend, last_rows
 from duograph.runners.piece_sequence import PieceSequence
 from duograph.runners.piecewise import Cutter
-from duograph.runners.upload import upload_together
 
 WARMUPS = 1
 TRACE_TOKENS = 8
@@ -140,28 +138,14 @@ class PiecewiseCudaGraphRunner:
         with torch.no_grad(), use_context(level.context):
             level.pieces.start()
         parts.table.apply(batch)
-        starts = np.cumsum([0, *batch.extend_lens])
-        rows, seq_lens, query_start_loc, last_rows = upload_together(
-            [
-                batch.req_pool_indices.numpy(),
-                batch.seq_lens.numpy(),
-                starts.astype(np.int32),
-                starts[1:] - 1,
-            ],
-            parts.device,
-        )
-        context = parts.extend_context(
-            rows,
-            seq_lens,
-            level.context.meta.out_cache_loc,
-            batch.extend_lens,
-            batch.seq_lens,
-            query_start_loc,
-        )
+        rows = parts.on_device(batch.req_pool_indices)
+        seq_lens = parts.on_device(batch.seq_lens)
+        locations = level.context.meta.out_cache_loc
+        context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens, batch.seq_lens)
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
             level.pieces.finish()
-            logits = parts.model.compute_logits(level.pieces.output[last_rows])
+            logits = parts.model.compute_logits(level.pieces.output[last_rows(context)])
         level.stats.count(real, size)
         return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)
 

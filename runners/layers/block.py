@@ -21,22 +21,21 @@ from duograph.runners.model_config import ModelConfig
 
 _CHUNK_BYTES = 96 << 20  # of the inner tensors of one chunk of rows, if it has more than
 _MIN_ROWS = 1024  # below, a GEMM leaves much of a large card idle
-_LONG_STEP = 8192  # tokens of the step that decides how much memory prefill needs
 
 
-def chunk_rows(tokens: int, hidden_size: int, inner_size: int, itemsize: int) -> int:
-    """Rows that the MLP computes at once in a step of ``tokens``: all of them where that takes no
-    more memory than a long step in chunks. On one H200, gate_up, SiLU and down of 8192 rows in
+def chunk_rows(inner_size: int, itemsize: int) -> int:
+    """Rows that the MLP computes at once. On one H200, gate_up, SiLU and down of 8192 rows in
     chunks of 2048 took 2 % longer than at once (1B model), and 7 % in chunks of 1024.
+
+    Never more: graphs of all levels share one pool, and a level a little above one chunk, computed
+    at once, needs longer blocks than a long step in chunks has left there.
 
     ``inner_size``: of the activation, half of gate_up's output.
     """
     rows = _MIN_ROWS
     while 2 * rows * 3 * inner_size * itemsize <= _CHUNK_BYTES:
         rows *= 2
-    # hidden and inner tensors, three of each: r * inner + long * hidden >= t * (inner + hidden)
-    whole = (rows * inner_size + _LONG_STEP * hidden_size) // (inner_size + hidden_size)
-    return tokens if tokens <= whole else rows
+    return rows
 
 
 @register_custom_op("gated_mlp", mutates=("x",))
@@ -52,7 +51,7 @@ def gated_mlp(
     Opaque to the tracer, which sees one number of tokens and would make one loop for all.
     gate_up: [2n, hidden_size]; down: [hidden_size, n]; biases: [2n] and [hidden_size].
     """
-    for rows in torch.split(x, chunk_rows(x.shape[0], x.shape[1], down.shape[1], x.itemsize)):
+    for rows in torch.split(x, chunk_rows(down.shape[1], x.itemsize)):
         inner = fused.silu_and_mul(F.linear(rows, gate_up, gate_up_bias))
         if down_bias is None:
             torch.mm(inner, down.t(), out=rows)

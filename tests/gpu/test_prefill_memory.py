@@ -32,7 +32,6 @@ INNER_BYTES = 3 * TOKENS * INNER * 2  # gate_up and the activation of all rows
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """1024 rows, whatever they take."""
     monkeypatch.setattr(block, "_CHUNK_BYTES", 0)
-    monkeypatch.setattr(block, "_LONG_STEP", 0)
 
 
 def wide_worker(layers: int) -> ModelWorker:
@@ -43,9 +42,9 @@ def wide_worker(layers: int) -> ModelWorker:
             "intermediate_size": INNER,
             "num_heads": 16,
             "num_layers": layers,
+            "context_length": TOKENS,
         },
         chunked_prefill_size=TOKENS,
-        context_length=512,
         max_total_tokens=8192,
     )
 
@@ -75,6 +74,7 @@ def test_a_level_in_chunks_is_exact() -> None:
     """At 2560 tokens: two chunks and a half, padded and not."""
     worker = cuda_worker(
         GraphConfig(disable_cuda_graph=True, piecewise_cuda_graph_tokens=(2560,)),
+        model={"context_length": 2560},
         chunked_prefill_size=2560,
         max_total_tokens=8192,
     )

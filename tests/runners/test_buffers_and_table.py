@@ -69,9 +69,7 @@ def test_tokens_behind_the_prompt_are_dummies_whatever_was_there_before(
         assert inputs.out_cache_loc.tolist() == [*range(100, size + 100), *padding]
 
 
-def test_addresses_never_change_and_begin_where_compilers_like_it(
-    buffers: GraphInputBuffers,
-) -> None:
+def test_addresses_never_change(buffers: GraphInputBuffers) -> None:
     def tensors() -> list[torch.Tensor]:
         by_level = [tensor for level in (1, 5, 16) for tensor in buffers.extend_inputs(level)]
         return [buffers.req_pool_indices, buffers.seq_lens, *by_level]
@@ -82,8 +80,6 @@ def test_addresses_never_change_and_begin_where_compilers_like_it(
     buffers.load_extend(batch, 5)
     buffers.reset()
     assert [tensor.data_ptr() for tensor in tensors()] == before
-    base = buffers.extend_inputs(1).input_ids.data_ptr()
-    assert all((address - base) % 128 == 0 for address in before[2:])
     assert not any(tensor.any() for tensor in buffers.extend_inputs(16))
 
 
