@@ -25,7 +25,7 @@ MAX_LOST_THREADS = 4  # beyond their time at once; each is replaced while it goe
 CACHE_ENTRIES = 128
 CACHE_BYTES = 2 * 1024 * 1024  # of grammar texts
 
-_Key = tuple[str, str, str]  # kind, prelude, text
+_Key = tuple[str, str, str, str]  # kind, field, prelude, text
 
 
 @dataclass(slots=True)
@@ -137,7 +137,8 @@ class GrammarGate:
 
     def _take(self, message: GenerateRequest) -> list[Event]:
         assert message.grammar is not None
-        key = (message.grammar.kind, message.grammar.prelude, message.grammar.text)
+        grammar = message.grammar
+        key = (grammar.kind, grammar.param, grammar.prelude, grammar.text)
         found = self._cache.get(key)
         if found is not None:
             self.stats.cache_hits += 1
