@@ -1,8 +1,9 @@
 """What a model would take on a GPU that is not here: for ``duograph plan``, never for a start.
 
 Weights, tables and KV pages follow from shapes and are exact. Activations and graphs are
-predictions from the largest tensors that live at the same time; the start measures them. Knows
-no flag's name and no text.
+predictions from the largest tensors that live at the same time; the start measures them. One such
+start (Llama of 1.2 billion parameters on an H200) took 0.22 GiB of activations, 0.51 of prefill
+graphs and, in the same pool after these, 0.03 of decode graphs. Knows no flag's name and no text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from duograph.runners.request_table import RequestTable
 CUDA_CONTEXT = 512 * MIB  # the driver's and the libraries' own
 # Of each captured graph and piece, by layer: kernel nodes, their parameters, the driver's share.
 _GRAPH_BYTES_PER_LAYER = 64 * 1024
-_LOGITS_COPIES = 4  # raw, float32, sorted and its indices, while a step filters
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -111,19 +111,20 @@ def _table_bytes(config: RunnerConfig, model: ModelConfig) -> int:
 def _activation_bytes(model: ModelConfig, tokens: int, rows: int, item: int) -> int:
     """The peak of one step: the widest layer's tensors, then logits and what sorts them."""
     heads = model.num_heads + 2 * model.num_kv_heads
-    width = 3 * model.hidden_size + max(3 * model.intermediate_size, heads * model.head_dim)
-    return max(tokens * width * item, rows * model.vocab_size * 4 * _LOGITS_COPIES)
+    width = 3 * model.hidden_size + max(model.intermediate_size, heads * model.head_dim)
+    return max(tokens * width * item, rows * model.vocab_size * (item + 4))  # raw and in float32
 
 
 def _graph_bytes(config: RunnerConfig, model: ModelConfig, item: int) -> tuple[int, int]:
-    """(decode, prefill): the largest size's activations once, since all share one pool, and
-    something for each graph and piece."""
+    """(decode, prefill): the largest size's tensors once, since all share one pool, and
+    something for each graph and piece. Between pieces attention's own tensors live beside those
+    of the pieces."""
     graph = config.graph
     each = model.num_layers * _GRAPH_BYTES_PER_LAYER
     sizes, levels = graph.cuda_graph_bs or (), graph.piecewise_cuda_graph_tokens or ()
     decode = prefill = 0
     if not graph.disable_cuda_graph and sizes:
-        decode = len(sizes) * each + _activation_bytes(model, sizes[-1], sizes[-1], item)
+        decode = len(sizes) * each + sizes[-1] * model.vocab_size * item
     if not graph.disable_piecewise_cuda_graph and levels:
-        prefill = len(levels) * each + _activation_bytes(model, levels[-1], 0, item)
+        prefill = len(levels) * each + 2 * _activation_bytes(model, levels[-1], 0, item)
     return decode, prefill
