@@ -8,8 +8,6 @@ request has which row is the scheduler's business.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,7 +15,7 @@ import torch
 from duograph.kernels.bitmask import bitmask_words
 from duograph.runners.batch import ForwardBatch, RowInit
 from duograph.runners.sampling_params import SamplingParams
-from duograph.runners.upload import upload, upload_together
+from duograph.runners.upload import upload
 
 DUMMY_ROW = 0
 
@@ -69,27 +67,41 @@ class RequestTable:
 
     def apply(self, batch: ForwardBatch) -> None:
         """Brings the tables up to date for ``batch``: first rows that were taken, then pages.
-        Doing it again changes nothing."""
-        inits, update = batch.row_inits, batch.page_updates
-        arrays: list[npt.NDArray[Any]] = []
-        if inits:
-            arrays += _columns(inits)
-        if update is not None:
-            row, column, page = update.numpy()
-            arrays += [row.astype(np.int64) * self.page_table.shape[1] + column, page]
-        if not arrays:
+        Doing it again changes nothing.
+
+        One block goes to the device, int64 in front and 32-bit values behind: each copy and each
+        tensor that is made costs the host some microseconds, and the first token waits for them.
+        """
+        n = len(batch.row_inits)
+        updates = None if batch.page_updates is None else batch.page_updates.numpy()
+        m = 0 if updates is None else updates.shape[1]
+        if not n + m:
             return
-        tensors = upload_together(arrays, self.device)
-        if inits:
-            rows, ints, floats = tensors[:3]
-            self._ints.index_copy_(1, rows, ints)
-            self._floats.index_copy_(1, rows, floats)
-            for init in inits:
+        words = (3 * n + m, 3 * n + (m + 1) // 2)  # of 8 bytes
+        host = torch.empty(sum(words), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        block = host.numpy()
+        narrow = block[words[0] :].view(np.int32)
+        if n:
+            _write_rows(batch.row_inits, block[: 3 * n], narrow[: 6 * n].view(np.float32))
+        if updates is not None:
+            row, column, page = updates
+            block[3 * n : words[0]] = row.astype(np.int64) * self.page_table.shape[1] + column
+            narrow[6 * n : 6 * n + m] = page
+        wide, rest = torch.split(host.to(self.device, non_blocking=True), [*words])
+        if n:
+            self._copy_rows(wide[: 3 * n].view(3, n), rest[: 3 * n])
+            for init in batch.row_inits:
                 if init.sampling.needs_penalty:
                     self._init_counts(init)
-        if update is not None:
-            places, pages = tensors[-2:]
-            self.page_table.view(-1).index_copy_(0, places, pages)
+        if m:
+            pages = rest[3 * n :].view(torch.int32)[:m]
+            self.page_table.view(-1).index_copy_(0, wide[3 * n :], pages)
+
+    def _copy_rows(self, rows_and_ints: torch.Tensor, floats: torch.Tensor) -> None:
+        """int64 [3, n] and int64 [3 * n], which are float32 [6, n]."""
+        rows, n = rows_and_ints[0], rows_and_ints.shape[1]
+        self._ints.index_copy_(1, rows, rows_and_ints[1:])
+        self._floats.index_copy_(1, rows, floats.view(torch.float32).view(6, n))
 
     def _init_counts(self, init: RowInit) -> None:
         self.prompt_mask[init.row].zero_()
@@ -106,14 +118,18 @@ class RequestTable:
         return upload(values, dtype, self.device)
 
 
-def _columns(inits: list[RowInit]) -> tuple[npt.NDArray[Any], ...]:
-    """Of each request: int64 [n] rows, int64 [2, n] top_k and seed, float32 [6, n] the rest."""
+def _write_rows(
+    inits: list[RowInit], ints: npt.NDArray[np.int64], floats: npt.NDArray[np.float32]
+) -> None:
+    """Into ``ints`` [3 * n] the rows, top_k and seed, into ``floats`` [6 * n] the rest, of each
+    request."""
     params = [init.sampling for init in inits]
-    return (
-        np.array([init.row for init in inits], np.int64),
-        np.array([[p.top_k for p in params], [p.seed for p in params]], np.int64),
-        np.array(_float_columns(params), np.float32),
-    )
+    ints.reshape(3, -1)[...] = [
+        [init.row for init in inits],
+        [p.top_k for p in params],
+        [p.seed for p in params],
+    ]
+    floats.reshape(6, -1)[...] = _float_columns(params)
 
 
 def _float_columns(params: list[SamplingParams]) -> list[list[float]]:

@@ -124,6 +124,39 @@ def test_rows_and_pages_are_applied(table: RequestTable) -> None:
     assert table.output_counts[3].tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 2, 0]
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
+@pytest.mark.parametrize("pages", [0, 1, 2, 5])
+def test_any_number_of_rows_and_pages_is_applied_and_again_changes_nothing(
+    table: RequestTable, rows: int, pages: int
+) -> None:
+    """One block holds both, of two widths; rows and pages are those of the tests above."""
+    inits = [
+        RowInit(row, SamplingParams(temperature=row / 4, top_k=row, seed=2**62 + row))
+        for row in range(1, rows + 1)
+    ]
+    cells = [(1, 0), (4, 2), (2, 1), (0, 2), (3, 0)][:pages]
+    updates = torch.tensor([[r, c, 10 * r + c] for r, c in cells], dtype=torch.int32).T.contiguous()
+    batch = decode_batch(1, row_inits=inits, page_updates=updates if pages else None)
+    for _ in range(2):
+        table.apply(batch)
+        expected = torch.zeros(5, 3, dtype=torch.int32)
+        for row, column in cells:
+            expected[row, column] = 10 * row + column
+        assert torch.equal(table.page_table, expected)
+        untouched = 4 - rows
+        assert table.seed.tolist() == [
+            0,
+            *(2**62 + r for r in range(1, rows + 1)),
+            *[0] * untouched,
+        ]
+        assert table.top_k.tolist() == [-1, *range(1, rows + 1), *[-1] * untouched]
+        assert table.temperature.tolist() == [
+            0,
+            *(r / 4 for r in range(1, rows + 1)),
+            *[0] * untouched,
+        ]
+
+
 def test_a_row_taken_again_forgets_its_last_request(table: RequestTable) -> None:
     penalized = SamplingParams(presence_penalty=1.0)
     table.apply(decode_batch(1, row_inits=[RowInit(2, penalized, [1, 2], [3])]))
