@@ -43,6 +43,8 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+MAX_PROFILED_STEPS = 200  # of one /start_profile
+
 DECODE_GROUP = "CUDA graphs, decode"
 PREFILL_GROUP = "CUDA graphs, prefill"
 MEMORY_GROUP = "Memory & scheduling"

@@ -1,7 +1,7 @@
 """One torch profile of some steps at a time, written as a Chrome trace.
 
 The profiler only sees the thread that it was started on, so starting and stopping go through
-``call``, which runs something where the steps run. It ends by itself after MAX_STEPS steps: a
+``call``, which runs something where the steps run. It ends by itself after MAX_PROFILED_STEPS steps: a
 profile that is forgotten must not fill the memory. Knows no request.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from duograph.runners.config import MAX_PROFILED_STEPS
 
-MAX_STEPS = 200
+logger = logging.getLogger(__name__)
 
 
 class ProfilerError(RuntimeError):
@@ -35,10 +35,13 @@ class StepProfiler:
         self._call = call
         self._profile: Any = None  # torch.profiler.profile while it runs
         self._steps = 0
+        self._last = MAX_PROFILED_STEPS
         self._writer: threading.Thread | None = None
 
-    def start(self) -> str:
-        """Begins. Raises ProfilerError."""
+    def start(self, steps: int = MAX_PROFILED_STEPS) -> str:
+        """Begins; ends after ``steps`` steps, MAX_PROFILED_STEPS at most. Raises ProfilerError."""
+        if not 1 <= steps <= MAX_PROFILED_STEPS:
+            raise ProfilerError(f"a profile takes 1 to {MAX_PROFILED_STEPS} steps, not {steps}")
         if self._profile is not None:
             raise ProfilerError("a profile is running; stop it first")
         if not self._folder.is_dir():
@@ -50,15 +53,15 @@ class StepProfiler:
             activities.append(profiler.ProfilerActivity.CUDA)
         profile = profiler.profile(activities=activities)
         self._call(profile.start)
-        self._profile, self._steps = profile, 0
-        return f"profiling the next {MAX_STEPS} steps at most"
+        self._profile, self._steps, self._last = profile, 0, steps
+        return f"profiling the next {steps} steps"
 
     def step(self) -> None:
         """One more step has been launched."""
         if self._profile is None:
             return
         self._steps += 1
-        if self._steps >= MAX_STEPS:
+        if self._steps >= self._last:
             logger.info("Profile: %s", self.stop())
 
     def stop(self) -> str:

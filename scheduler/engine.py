@@ -12,6 +12,7 @@ import time
 from typing import Any, Protocol
 
 from duograph.runners.batch import ForwardBatch
+from duograph.runners.config import MAX_PROFILED_STEPS
 from duograph.runners.profiler import ProfilerError, StepProfiler
 from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.grammar_gate import GrammarGate
@@ -158,9 +159,11 @@ class Engine:
                 return ControlAnswer(order.id, True, str(number))
             case "start_profile" | "stop_profile":
                 profiler = self._worker.profiler
-                act = profiler.start if order.command == "start_profile" else profiler.stop
+                steps = int(order.argument or MAX_PROFILED_STEPS)
                 try:
-                    return ControlAnswer(order.id, True, act())
+                    starts = order.command == "start_profile"
+                    done = profiler.start(steps) if starts else profiler.stop()
+                    return ControlAnswer(order.id, True, done)
                 except ProfilerError as error:
                     return ControlAnswer(order.id, False, str(error))
 

@@ -56,7 +56,7 @@ class ControlRequest(msgspec.Struct, frozen=True, tag="control"):
 
     id: int  # made as a request's rid is
     command: Command
-    argument: str = ""  # abort_named: the name
+    argument: str = ""  # abort_named: the name; start_profile: how many steps, if not the most
 
 
 ToScheduler = GenerateRequest | AbortRequest | ControlRequest

@@ -12,10 +12,11 @@ from fastapi import FastAPI, Request
 from pydantic import Field, StrictBool
 from starlette.responses import Response
 
+from duograph.runners.config import MAX_PROFILED_STEPS
 from duograph.scheduler.messages import Command
 from duograph.server import errors
 from duograph.server.body import parse_object
-from duograph.server.errors import ApiError, bad_field
+from duograph.server.errors import ApiError, bad_field, not_supported
 from duograph.server.info import model_info
 from duograph.server.middleware import ADMIN_SCOPE
 from duograph.server.openai_schema import Strict, validate
@@ -29,6 +30,20 @@ class AbortBody(Strict):
 
     rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     abort_all: StrictBool = False
+
+
+class ProfileBody(Strict):
+    """Body of POST /start_profile, which may be left out."""
+
+    num_steps: Annotated[int, Field(ge=1, le=MAX_PROFILED_STEPS)] | None = None
+
+
+def parse_profile(body: bytes) -> ProfileBody:
+    """Raises ApiError 400 naming the field."""
+    document = parse_object(body)
+    if "output_dir" in document:  # a client chooses no file of this machine
+        raise not_supported("output_dir", "--profile-dir says where profiles go")
+    return validate(ProfileBody, document)
 
 
 def add_native_routes(api: FastAPI, serving: Serving) -> None:
@@ -98,9 +113,9 @@ def _add_operator(api: FastAPI, serving: Serving) -> None:
             answer = await serving.engine.control("abort_named", body.rid)
         return json_response({"aborted": int(answer.text)})
 
-    async def order(command: Command) -> Response:
+    async def order(command: Command, argument: str = "") -> Response:
         serving.check_ready()
-        answer = await serving.engine.control(command)
+        answer = await serving.engine.control(command, argument)
         if not answer.ok:
             raise ApiError(409, f"{command}: {answer.text}", code="refused")
         return json_response({"message": answer.text})
@@ -112,8 +127,11 @@ def _add_operator(api: FastAPI, serving: Serving) -> None:
 
     @api.get("/start_profile")
     @api.post("/start_profile")
-    async def start_profile() -> Response:
-        return await order("start_profile")
+    async def start_profile(request: Request) -> Response:
+        body = ProfileBody()
+        if request.headers.get("content-length", "0") != "0":
+            body = parse_profile(await serving.body(request))
+        return await order("start_profile", str(body.num_steps or ""))
 
     @api.get("/stop_profile")
     @api.post("/stop_profile")

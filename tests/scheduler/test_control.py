@@ -8,7 +8,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from duograph.runners.profiler import MAX_STEPS, ProfilerError, StepProfiler
+from duograph.runners.config import MAX_PROFILED_STEPS
+from duograph.runners.profiler import ProfilerError, StepProfiler
 from duograph.runners.sampling_params import SamplingParams
 from duograph.scheduler.config import SchedulerConfig
 from duograph.scheduler.messages import GenerateRequest
@@ -95,10 +96,22 @@ def test_a_profile_holds_the_operators_of_its_steps(tmp_path: Path) -> None:
         worker.profiler.stop()
 
 
+def test_a_profile_takes_as_many_steps_as_asked_for(tmp_path: Path) -> None:
+    profiler = StepProfiler(str(tmp_path), lambda work: work())
+    with pytest.raises(ProfilerError, match="1 to"):
+        profiler.start(MAX_PROFILED_STEPS + 1)
+    profiler.start(2)
+    profiler.step()
+    assert not list(tmp_path.iterdir())
+    profiler.step()
+    profiler.join()
+    assert len(list(tmp_path.glob("*.trace.json"))) == 1
+
+
 def test_a_forgotten_profile_ends_by_itself(tmp_path: Path) -> None:
     profiler = StepProfiler(str(tmp_path), lambda work: work())
     profiler.start()
-    for _ in range(MAX_STEPS):
+    for _ in range(MAX_PROFILED_STEPS):
         torch.zeros(1)
         profiler.step()
     profiler.join()

@@ -62,6 +62,20 @@ def test_the_admin_key_opens_them(guarded: Any, path: str) -> None:
     assert call(guarded, path, "admin-key", "GET").status_code == 200
 
 
+def test_a_profile_takes_steps_and_no_path(guarded: Any) -> None:
+    def start(**fields: Any) -> Any:
+        return call(guarded, "/start_profile", "admin-key", json=fields)
+
+    assert start(num_steps=5).status_code == 200
+    assert guarded.received("ControlRequest")[-1]["argument"] == "5"
+    for fields, param in (
+        ({"num_steps": 0}, "num_steps"),
+        ({"num_steps": 201}, "num_steps"),
+        ({"output_dir": "/tmp"}, "output_dir"),
+    ):
+        assert start(**fields).json()["error"]["param"] == param
+
+
 def test_the_admin_key_opens_everything_else_too(guarded: Any) -> None:
     body = {"prompt": "The quick"}
     assert call(guarded, "/v1/completions", "admin-key", json=body).status_code == 200
