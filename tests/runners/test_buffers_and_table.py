@@ -135,7 +135,11 @@ def test_any_number_of_rows_and_pages_is_applied_and_again_changes_nothing(
         for row in range(1, rows + 1)
     ]
     cells = [(1, 0), (4, 2), (2, 1), (0, 2), (3, 0)][:pages]
-    updates = torch.tensor([[r, c, 10 * r + c] for r, c in cells], dtype=torch.int32).T.contiguous()
+    updates = (
+        torch.tensor([[r, c, 10 * r + c] for r, c in cells], dtype=torch.int32)
+        .reshape(-1, 3)
+        .T.contiguous()
+    )
     batch = decode_batch(1, row_inits=inits, page_updates=updates if pages else None)
     for _ in range(2):
         table.apply(batch)
