@@ -1,8 +1,8 @@
 """One torch profile of some steps at a time, written as a Chrome trace.
 
 The profiler only sees the thread that it was started on, so starting and stopping go through
-``call``, which runs something where the steps run. It ends by itself after MAX_PROFILED_STEPS steps: a
-profile that is forgotten must not fill the memory. Knows no request.
+``call``, which runs something where the steps run. It ends by itself after MAX_PROFILED_STEPS
+steps: a profile that is forgotten must not fill the memory. Knows no request.
 """
 
 from __future__ import annotations

@@ -159,12 +159,12 @@ class Engine:
                 return ControlAnswer(order.id, True, str(number))
             case "start_profile" | "stop_profile":
                 profiler = self._worker.profiler
-                steps = int(order.argument or MAX_PROFILED_STEPS)
                 try:
+                    steps = int(order.argument or MAX_PROFILED_STEPS)
                     starts = order.command == "start_profile"
                     done = profiler.start(steps) if starts else profiler.stop()
                     return ControlAnswer(order.id, True, done)
-                except ProfilerError as error:
+                except (ProfilerError, ValueError) as error:
                     return ControlAnswer(order.id, False, str(error))
 
     # The end

@@ -20,7 +20,14 @@ from duograph.scheduler.engine import Engine
 from duograph.scheduler.grammar import NoGrammars
 from duograph.scheduler.grammar_gate import GrammarGate
 from duograph.scheduler.loop import overlap_loop
-from duograph.scheduler.messages import AbortRequest, Heartbeat, StepTokens, ToFrontend
+from duograph.scheduler.messages import (
+    RID_FRONTEND_SHIFT,
+    AbortRequest,
+    ControlRequest,
+    Heartbeat,
+    StepTokens,
+    ToFrontend,
+)
 from duograph.scheduler.scheduler import Scheduler
 from duograph.scheduler.wires import FrontendStuck, Wires
 from duograph.tests.scheduler.driver import request
@@ -170,3 +177,34 @@ def test_a_queue_that_is_no_longer_full_is_told_at_once(
         engine.scheduler.step([AbortRequest(rows + 1)], 0.0)
         assert engine.alive() and heard() == [], "there still is"
         receiver.close()
+
+
+def test_orders_are_answered_to_the_frontend_that_gave_them(
+    wires: Wires, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = create_engine(wires)
+    with zmq.Context() as context:
+        receiver: Receiver[Any] = Receiver(context, frontend_address(str(tmp_path), 0), ToFrontend)
+        orders = [
+            ControlRequest(5, "flush_cache"),
+            ControlRequest(6, "abort_named", "nobody"),
+            ControlRequest(7, "stop_profile"),
+            ControlRequest(8, "start_profile", "many"),
+            ControlRequest(9 << RID_FRONTEND_SHIFT, "flush_cache"),  # of a frontend that is not
+        ]
+        newcomer = request(1)
+        monkeypatch.setattr(wires.requests, "drain", lambda: [*orders[:2], newcomer, *orders[2:]])
+        assert engine.receive(block=False) == [newcomer]
+        answers: list[Any] = []
+        deadline = time.monotonic() + 10
+        while len(answers) < 4 and time.monotonic() < deadline:
+            receiver.wait(0.1)
+            answers += receiver.drain()
+        receiver.close()
+    assert [(answer.id, answer.ok) for answer in answers] == [
+        (5, True),
+        (6, True),
+        (7, False),
+        (8, False),
+    ]
+    assert answers[0].text == "0 pages freed" and answers[1].text == "0"
