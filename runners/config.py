@@ -71,8 +71,8 @@ class GraphConfig:
     )
     enable_torch_compile: bool = option(
         False,
-        "compile the decode forward with Inductor inside the graph; on an H200 no faster than "
-        "the kernels that are fused by hand, and a first start takes a minute more",
+        "compile the decode forward with Inductor inside the graph; at the one size that was "
+        "measured on an H200 it gained nothing, and the start took a minute more",
         group=DECODE_GROUP,
     )
     torch_compile_max_bs: int = option(
