@@ -137,6 +137,7 @@ class _Common(SamplingFields, GrammarFields):
 
     model: str | None = None
     max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None  # the newer name, which goes first
     seed: Int64 | None = None
     include_stop_str_in_output: StrictBool = False
     return_token_ids: StrictBool = False
@@ -158,6 +159,13 @@ class _Common(SamplingFields, GrammarFields):
         """What the client calls its request: echoed in the answer's id, and what
         /abort_request knows it by."""
         return self.rid if self.rid is not None else self.request_id
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that says how many tokens to generate, and what it says."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -208,7 +216,6 @@ class ChatRequest(_Common):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: TokenCount | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Any] | None = None  # read in tools.py
@@ -270,8 +277,9 @@ class CompletionRequest(_Common):
     def _check_combinations(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
             raise bad_field("best_of", f"must be equal to n ({self.n})")
-        if self.max_tokens == 0 and not self.echo:
-            raise bad_field("max_tokens", "must be at least 1 (0 needs echo: true)")
+        name, limit = self.token_limit
+        if limit == 0 and not self.echo:
+            raise bad_field(name, "must be at least 1 (0 needs echo: true)")
         return self
 
 

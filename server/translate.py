@@ -76,12 +76,8 @@ class Translator:
         self.check_choices(request.n, 1)
         features = ChatFeatures.of(request, self.template, self.parsers)
         input_ids = await self._chat_ids(request, features)
-        asked = request.max_completion_tokens
-        name = "max_completion_tokens" if asked is not None else "max_tokens"
-        max_tokens = self.max_tokens(
-            len(input_ids), asked if asked is not None else request.max_tokens, None, info,
-            param="messages",
-        )  # fmt: skip
+        name, asked = request.token_limit
+        max_tokens = self.max_tokens(len(input_ids), asked, None, info, param="messages")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         sampling = self.sampling(request, max_tokens, logprobs, info, max_name=name)
         tail = self.tokenizer.decode(input_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
@@ -118,13 +114,12 @@ class Translator:
             else prompt
             for prompt in prompts
         ]
+        name, asked = request.token_limit
         max_tokens = min(
-            self.max_tokens(
-                len(ids), request.max_tokens, DEFAULT_COMPLETION_TOKENS, info, param="prompt"
-            )
+            self.max_tokens(len(ids), asked, DEFAULT_COMPLETION_TOKENS, info, param="prompt")
             for ids in id_lists
         )
-        sampling = self.sampling(request, max_tokens, request.logprobs, info)
+        sampling = self.sampling(request, max_tokens, request.logprobs, info, max_name=name)
         grammar = requested_grammar(request.grammar_fields)
         if not request.echo:
             return self._plans(request, id_lists, sampling, grammar=grammar)

@@ -217,3 +217,13 @@ def test_the_kv_pool_limits_a_request_too(new_server: Any) -> None:
     answer = server.http().post("/v1/completions", json={"prompt": [30] * 8, "max_tokens": 9})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_newer_name_of_the_limit_goes_first(http: Any, raw_tokenizer: Any) -> None:
+    ids = ids_of(raw_tokenizer, WORDS)
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 1, "max_completion_tokens": 3}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    refused = http.post("/v1/completions", json=body | {"max_completion_tokens": 0})
+    assert refused.json()["error"]["param"] == "max_completion_tokens"
+    assert refused.status_code == 400
