@@ -58,13 +58,13 @@ def test_same_tokens_as_the_twin(rounded: bool, filtered: bool) -> None:
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_filters_keep_what_a_float64_sort_keeps(rounded: bool) -> None:
-    from duograph.kernels import sampling_triton
+    from duograph.kernels import sampling_filters_triton
 
     logits = make_logits(len(OPTIONS), rounded=rounded)
     names = ("temperature", "top_k", "top_p", "min_p")
     options = {name: make_options("cpu")[name] for name in names}
     on_gpu = {name: value.cuda() for name, value in options.items()}
-    edge, last = sampling_triton.boundaries(logits.cuda(), **on_gpu).cpu()
+    edge, last = sampling_filters_triton.boundaries(logits.cuda(), **on_gpu).cpu()
     bits = logits.view(torch.int32)
     keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     ids = torch.arange(VOCAB)
