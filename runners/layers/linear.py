@@ -87,6 +87,17 @@ class LinearBase(nn.Module):
             residual=residual,
         )
 
+    def suits_few_rows(self, rows: int) -> bool:
+        """Whether ``few_rows`` is the faster way for so many rows."""
+        if self.weight is None or self.bias is not None:
+            return False
+        return fused_linear.suits_few_rows(self.weight, rows)
+
+    def few_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``self(x)`` up to rounding, for x of a size that ``suits_few_rows``."""
+        assert self.weight is not None
+        return fused_linear.few_rows_linear(x, self.weight)
+
     def _slots(
         self, name: str, first_row: int, rows: int, shard_dim: int | None, tp: TPGroup
     ) -> Iterator[tuple[str, WeightSlot]]:
