@@ -1,84 +1,47 @@
-"""Plan-free paged attention for CUDA: the backend around ``triton_kernels``.
+"""Plan-free paged attention for CUDA: the backend around the Triton kernels.
 
 The kernels read lengths, request rows and page ids on the device, so one captured graph serves
-every later step and nothing is planned on the host. This file chooses launch shapes from
-host-known shapes alone and owns the scratch. It knows no batch, request, layer or graph.
+every later step and nothing is planned on the host. This file launches them and owns the
+scratch. It knows no batch, request, layer or graph.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 from duograph.kernels.attention.base import AttentionMetadata
-from duograph.kernels.attention.triton_kernels import decode_kernel, extend_kernel, join_kernel
+from duograph.kernels.attention.fused_decode import Rotary
+from duograph.kernels.attention.triton_decode import decode_kernel
+from duograph.kernels.attention.triton_extend import extend_kernel
+from duograph.kernels.attention.triton_fused_decode import fused_decode_kernel
+from duograph.kernels.attention.triton_plan import (
+    MIN_DOT_ROWS,
+    TileConfig,
+    default_decode_tile,
+    default_extend_tile,
+    max_fused_rows,
+    plan_splits,
+)
 from duograph.kernels.pdl import pdl_launch
 
 _LOG2_E = math.log2(math.e)
-_JOIN_HEADS = 8  # of one program, where sequences have few splits
-_MIN_DOT_ROWS = 16  # smallest tile edge tl.dot takes
-_MAX_SPLITS = 64
-_MIN_CHUNK = 128  # tokens; below this a split costs more than it hides
-_LONG_CHUNK = 2048  # tokens; chunk when only very long sequences are split
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
-    """Launch shape of one kernel. ``block_m`` (query rows) is fixed by the group in decode."""
+class _DecodeLaunch:
+    """What both decode kernels take alike."""
 
-    block_n: int  # keys per step of the loop
-    num_warps: int
-    num_stages: int  # depth of the load pipeline
-    block_m: int = _MIN_DOT_ROWS
-
-
-@dataclass(frozen=True, slots=True)
-class SplitPlan:
-    """How decode cuts sequences: at most ``num_splits`` chunks of at least ``min_chunk``."""
-
-    num_splits: int
-    min_chunk: int
-
-
-def plan_splits(programs: int, max_len: int, target_programs: int) -> SplitPlan:
-    """Chooses the split of one batch size from host-known shapes only.
-
-    Args:
-        programs: sequences times KV heads, the programs there are without splitting.
-        max_len: longest sequence the page table can describe, in tokens.
-        target_programs: programs that fill the device.
-    """
-    wanted = triton.cdiv(target_programs, programs)
-    if wanted >= 2:
-        fitting = triton.cdiv(max_len, _MIN_CHUNK)
-        return SplitPlan(max(1, min(wanted, fitting, _MAX_SPLITS)), _MIN_CHUNK)
-    # The batch fills the device, but one very long sequence would still run alone at the end.
-    return SplitPlan(max(1, min(4, max_len // (2 * _LONG_CHUNK))), _LONG_CHUNK)
-
-
-def default_decode_tile(head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """Keeps one K and V stage within 32 KiB, so that two or more programs fit an SM. 64 keys, not
-    128, of 64 dimensions: batch 256 at 128 tokens took 29 us instead of 38 on one H200."""
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    block_n = max(16, min(64, 16384 // row_bytes))
-    return TileConfig(block_n=block_n, num_warps=4, num_stages=3)
-
-
-def default_extend_tile(head_dim: int, dtype: torch.dtype, rows: int) -> TileConfig:
-    """``rows``: query rows, group included, of the longest sequence in the step."""
-    if dtype.itemsize > 2:
-        return TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
-    if head_dim > 128:
-        return TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=2)
-    # Measured on one H200 at 32/8 heads: 512 tokens (2048 rows) are too few tiles of 128, and of
-    # 64 dimensions 4 warps a tile are 5 to 10 % faster than 8.
-    if rows <= 4096:
-        return TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    num_warps = 4 if head_dim <= 64 else 8
-    return TileConfig(block_m=128, block_n=64, num_warps=num_warps, num_stages=3)
+    tile: TileConfig
+    grid: tuple[int, int, int]
+    metadata: tuple[torch.Tensor, ...]  # page table, request rows, lengths
+    scratch: tuple[torch.Tensor, ...]  # partial results, their log-sum-exps, arrivals
+    splits: tuple[int, int, float]  # number, least tokens, base-2 scale of the logits
+    options: dict[str, Any]
 
 
 class TritonBackend:
@@ -117,6 +80,7 @@ class TritonBackend:
         self.num_kv_heads = num_kv_heads
         self.group = num_q_heads // num_kv_heads
         self.head_dim = head_dim
+        self.max_fused_rows = max_fused_rows(head_dim)
         self.device = torch.device(device)
         if target_programs is None:
             target_programs = 2 * _multiprocessors(self.device)
@@ -125,6 +89,7 @@ class TritonBackend:
         self._extend_tile = extend_tile
         # Outgrown buffers stay alive: a captured graph may still write to them.
         self._scratch: list[torch.Tensor] = []
+        self._arrived: list[torch.Tensor] = []
 
     def prepare(self, meta: AttentionMetadata) -> None:
         """Nothing to plan: everything is read on the device."""
@@ -140,61 +105,100 @@ class TritonBackend:
     ) -> None:
         """One query row per sequence; see ``AttentionBackend.decode``."""
         self._check(q, k_cache, v_cache, meta, out)
-        bs = meta.seq_lens.shape[0]
-        tile = self._decode_tile or default_decode_tile(self.head_dim, q.dtype)
-        max_len = meta.page_table.shape[1] * meta.page_size
-        plan = plan_splits(bs * self.num_kv_heads, max_len, self.target_programs)
-        partial, lse = self._partials(bs, plan.num_splits)
-        block_d = max(_MIN_DOT_ROWS, triton.next_power_of_2(self.head_dim))
-        shared = {
-            "HEAD_DIM": self.head_dim,
-            "BLOCK_D": block_d,
-            "BLOCK_N": tile.block_n,
-        }
-        decode_kernel[(self.num_kv_heads, bs, plan.num_splits)](
+        launch = self._decode_launch(q, meta, scale, fused=False)
+        decode_kernel[launch.grid](
             q,
             k_cache,
             v_cache,
-            meta.page_table,
-            meta.req_pool_indices,
-            meta.seq_lens,
             out,
-            partial,
-            lse,
+            *launch.metadata,
+            *launch.scratch,
             *q.stride()[:2],
             *k_cache.stride()[:2],
             *v_cache.stride()[:2],
             *out.stride()[:2],
             meta.page_table.stride(0),
-            plan.num_splits,
-            plan.min_chunk,
-            scale * _LOG2_E,
-            GROUP=self.group,
-            BLOCK_G=max(_MIN_DOT_ROWS, triton.next_power_of_2(self.group)),
-            PAGE_SIZE=meta.page_size,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **pdl_launch(self.device),
-            **shared,
+            *launch.splits,
+            EARLY=launch.tile.early,
+            **launch.options,
         )
-        if plan.num_splits > 1:
-            # Many splits mean few programs: there each head has one of its own.
-            heads = 1 if plan.num_splits > 8 else _JOIN_HEADS
-            join_kernel[(triton.cdiv(self.num_q_heads, heads), bs)](
-                partial,
-                lse,
-                meta.seq_lens,
-                out,
-                *out.stride()[:2],
-                plan.num_splits,
-                plan.min_chunk,
-                NUM_Q_HEADS=self.num_q_heads,
-                BLOCK_S=triton.next_power_of_2(plan.num_splits),
-                BLOCK_H=heads,
-                num_warps=4,
-                **pdl_launch(self.device),
-                **shared,
+
+    def decode_fused(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """See ``FusedDecode.decode_fused``. head_dim is even."""
+        self._check(q, k_cache, v_cache, meta, out)
+        want = (q.shape[0], self.num_kv_heads, self.head_dim)
+        if tuple(k.shape) != want or tuple(v.shape) != want or self.head_dim % 2:
+            raise ValueError(
+                f"k and v must be [num_tokens, {want[1]}, {want[2]}] with an even head_dim, "
+                f"got {tuple(k.shape)} and {tuple(v.shape)}"
             )
+        if (k.stride(2), v.stride(2), rotary.cos_sin.stride(1)) != (1, 1, 1):
+            raise ValueError("the last dimension of k, v and cos_sin must be dense")
+        launch = self._decode_launch(q, meta, scale, fused=True)
+        fused_decode_kernel[launch.grid](
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            out,
+            *launch.metadata,
+            rotary.positions,
+            meta.out_cache_loc,
+            rotary.cos_sin,
+            q if rotary.q_norm is None else rotary.q_norm,
+            k if rotary.k_norm is None else rotary.k_norm,
+            *launch.scratch,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            *out.stride()[:2],
+            meta.page_table.stride(0),
+            rotary.cos_sin.stride(0),
+            rotary.eps,
+            *launch.splits,
+            NORM=rotary.q_norm is not None,
+            **launch.options,
+        )
+
+    def _decode_launch(
+        self, q: torch.Tensor, meta: AttentionMetadata, scale: float, *, fused: bool
+    ) -> _DecodeLaunch:
+        bs = meta.seq_lens.shape[0]
+        tile = self._decode_tile or default_decode_tile(self.head_dim, q.dtype, bs, fused=fused)
+        max_len = meta.page_table.shape[1] * meta.page_size
+        plan = plan_splits(bs * self.num_kv_heads, max_len, self.target_programs)
+        return _DecodeLaunch(
+            tile=tile,
+            grid=(self.num_kv_heads, bs, plan.num_splits),
+            metadata=(meta.page_table, meta.req_pool_indices, meta.seq_lens),
+            scratch=(*self._partials(bs, plan.num_splits), self._counters(bs)),
+            splits=(plan.num_splits, plan.min_chunk, scale * _LOG2_E),
+            options={
+                "GROUP": self.group,
+                "BLOCK_G": max(MIN_DOT_ROWS, triton.next_power_of_2(self.group)),
+                "HEAD_DIM": self.head_dim,
+                "BLOCK_D": max(MIN_DOT_ROWS, triton.next_power_of_2(self.head_dim)),
+                "BLOCK_N": tile.block_n,
+                "PAGE_SIZE": meta.page_size,
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+                **pdl_launch(self.device),
+            },
+        )
 
     def extend(
         self,
@@ -231,7 +235,7 @@ class TritonBackend:
             scale * _LOG2_E,
             GROUP=self.group,
             HEAD_DIM=self.head_dim,
-            BLOCK_D=max(_MIN_DOT_ROWS, triton.next_power_of_2(self.head_dim)),
+            BLOCK_D=max(MIN_DOT_ROWS, triton.next_power_of_2(self.head_dim)),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             PAGE_SIZE=meta.page_size,
@@ -254,6 +258,13 @@ class TritonBackend:
         flat = self._scratch[-1]
         split = cells * self.head_dim
         return flat[:split], flat[split:size]
+
+    def _counters(self, bs: int) -> torch.Tensor:
+        """int32 [bs, kv_heads], zeros: programs that arrived. The kernel leaves them at zero."""
+        size = bs * self.num_kv_heads
+        if not self._arrived or self._arrived[-1].numel() < size:
+            self._arrived.append(torch.zeros(size, dtype=torch.int32, device=self.device))
+        return self._arrived[-1]
 
     def _check(
         self,

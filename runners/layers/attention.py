@@ -1,8 +1,9 @@
-"""The two opaque ops of an attention layer, and the layer module that calls them.
+"""The opaque ops of an attention layer, and the layer module that calls them.
 
 The ops take no per-step tensor: they find the batch, the pool and the kernels in the forward
 context, so that the compiled forward is the same for every step. Only ``attention`` splits the
-prefill graph; rotating and writing keys is the same work per row whatever the batch is.
+prefill graph; rotating and writing keys is the same work per row whatever the batch is. Where
+the backend can, a decode step does all of it in one op.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from duograph.kernels import fused
+from duograph.kernels.attention.fused_decode import FusedDecode, Rotary
 from duograph.kernels.custom_op import register_custom_op
 from duograph.runners import forward_context
 from duograph.runners.batch import ForwardMode
@@ -72,6 +74,57 @@ def attention(
     backend.extend(q, pool.k[layer_id], pool.v[layer_id], meta, out, scale)
 
 
+@register_custom_op("fused_decode", mutates=("out",))
+def fused_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    layer_id: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """``rope_and_cache`` and then ``attention`` in one launch, for a step in which
+    ``decodes_in_one_op()``. q and k stay as they are."""
+    context = forward_context.current()
+    backend = context.backend
+    assert isinstance(backend, FusedDecode)
+    backend.decode_fused(
+        q,
+        k,
+        v,
+        Rotary(positions, context.cos_sin, q_norm, k_norm, eps),
+        context.kv_pool.k[layer_id],
+        context.kv_pool.v[layer_id],
+        context.meta,
+        out,
+        q.shape[-1] ** -0.5,
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def decode_rows() -> int:
+    """Rows of the decode step that the current forward is, 0 if it is another. A tracer takes the
+    answer of the forward that it traces: one trace serves one phase."""
+    context = forward_context.peek()
+    if context is None or context.mode is not ForwardMode.DECODE:
+        return 0
+    return context.meta.seq_lens.shape[0]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def decodes_in_one_op() -> bool:
+    """Whether this is a decode step that its backend does faster in one launch; traced as
+    ``decode_rows``."""
+    rows = decode_rows()
+    if not rows:
+        return False
+    backend = forward_context.current().backend
+    return isinstance(backend, FusedDecode) and rows <= backend.max_fused_rows
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions, optionally with q/k norm."""
 
@@ -120,6 +173,9 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size], positions int64 [T]; returns [T, hidden_size]."""
         attended = self.attend(self.qkv_proj(hidden), positions)
+        # Decode only, so that a prefill step gives the same bits in pieces and without.
+        if not torch.compiler.is_compiling() and self.o_proj.suits_few_rows(decode_rows()):
+            return self.o_proj.few_rows(attended)
         projected: torch.Tensor = self.o_proj(attended)
         return projected
 
@@ -131,8 +187,11 @@ class Attention(nn.Module):
         q, k, v = torch.split_with_sizes(by_head, (heads, kv_heads, kv_heads), dim=1)
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        rope_and_cache(q, k, v, positions, self.layer_id, q_norm, k_norm, self.eps)
         # Allocated here, in the piece before the split op, so that its address is stable.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        attention(q, k, v, out, self.layer_id)
+        if decodes_in_one_op():
+            fused_decode(q, k, v, positions, out, self.layer_id, q_norm, k_norm, self.eps)
+        else:
+            rope_and_cache(q, k, v, positions, self.layer_id, q_norm, k_norm, self.eps)
+            attention(q, k, v, out, self.layer_id)
         return out.view(-1, heads * head_dim)

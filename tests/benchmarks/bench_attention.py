@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 from duograph.kernels import fused, sampling
 from duograph.kernels.attention.base import AttentionMetadata
-from duograph.kernels.attention.triton import TileConfig, TritonBackend
+from duograph.kernels.attention.triton import TritonBackend
+from duograph.kernels.attention.triton_plan import TileConfig
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -76,7 +76,7 @@ def test_decode_at_page_edges(heads: tuple[int, int, int], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("bs", [1, 5, 70])
+@pytest.mark.parametrize("bs", [1, 5, 20, 70])  # each with a tile of its own
 def test_decode_of_long_and_short_together(heads: tuple[int, int, int], bs: int) -> None:
     rng = random.Random(bs)
     lens = [5003] + [rng.randint(1, 600) for _ in range(bs - 1)]

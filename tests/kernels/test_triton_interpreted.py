@@ -25,9 +25,13 @@ from duograph.kernels import (
     fused,
     fused_triton,
     sampling,
+    sampling_filters_triton,
     sampling_triton,
 )
-from duograph.kernels.attention.triton import SplitPlan, TritonBackend, plan_splits
+from duograph.kernels.attention.fused_decode import Rotary
+from duograph.kernels.attention.triton import TritonBackend
+from duograph.kernels.attention.triton_plan import SplitPlan, TileConfig, plan_splits
+from duograph.kernels.few_rows_triton import few_rows_linear
 from duograph.kernels.gemv_triton import fused_gemv
 
 CPU = torch.device("cpu")
@@ -67,6 +71,87 @@ def test_decode_matches_dense(heads: tuple[int, int, int], page_size: int, progr
         out.fill_(7.0)
         runner.decode(problem.q, problem.k_cache, problem.v_cache, problem.meta, out, problem.scale)
         assert_close(out, problem)
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 32), (5, 1, 80)])
+@pytest.mark.parametrize("programs", [1, 40])
+def test_decode_with_early_loads_matches_dense(heads: tuple[int, int, int], programs: int) -> None:
+    q_heads, kv_heads, dim = heads
+    problem = make_problem(
+        seq_lens=[1, 32, 33, 300, 129, 520],
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        page_size=16,
+        dtype=torch.float32,
+        device="cpu",
+        max_pages=64,
+    )
+    runner = TritonBackend(
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        device=CPU,
+        target_programs=programs,
+        decode_tile=TileConfig(block_n=32, num_warps=4, num_stages=3, early=True),
+    )
+    out = torch.full_like(problem.q, 7.0)
+    runner.decode(problem.q, problem.k_cache, problem.v_cache, problem.meta, out, problem.scale)
+    assert_close(out, problem)
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 32), (5, 1, 80), (4, 4, 64)])
+@pytest.mark.parametrize("programs", [1, 40])
+@pytest.mark.parametrize("norm", [False, True])
+def test_fused_decode_matches_the_separate_steps(
+    heads: tuple[int, int, int], programs: int, norm: bool
+) -> None:
+    q_heads, kv_heads, dim = heads
+    problem = make_problem(
+        seq_lens=[1, 16, 17, 300, 129, 256, 257, 513],
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        page_size=16,
+        dtype=torch.float32,
+        device="cpu",
+        max_pages=64,
+    )
+    meta = problem.meta
+    rows = torch.randn(8, q_heads + 2 * kv_heads, dim)
+    q, k, v = rows.split([q_heads, kv_heads, kv_heads], 1)
+    positions = meta.seq_lens.long() - 1
+    pages = meta.page_table[meta.req_pool_indices, positions // 16].long()
+    meta.out_cache_loc = pages * 16 + positions % 16
+    cos_sin = torch.randn(600, dim)
+    q_norm, k_norm = torch.rand(2, dim) if norm else (None, None)
+    runner = backend(q_heads, kv_heads, dim, programs)
+
+    pool = problem.k_cache.clone(), problem.v_cache.clone()
+    turned = q.clone(), k.clone()
+    fused.rope_and_cache(
+        *turned,
+        v,
+        positions,
+        cos_sin,
+        *pool,
+        meta.out_cache_loc,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=1e-5,
+    )
+    wanted = torch.empty_like(q)
+    runner.decode(turned[0], *pool, meta, wanted, problem.scale)
+
+    mine = problem.k_cache, problem.v_cache
+    for cache in mine:  # what is in the new slots must not be read
+        cache[meta.out_cache_loc] = float("nan")
+    rotary = Rotary(positions, cos_sin, q_norm, k_norm, 1e-5)
+    for _ in range(2):  # the second call meets the counters as the first left them
+        out = torch.full_like(q, 7.0)
+        runner.decode_fused(q, k, v, rotary, *mine, meta, out, problem.scale)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(mine, pool, equal_nan=True)
 
 
 def test_decode_half_precision() -> None:  # the interpreter has no bf16 dot
@@ -140,8 +225,8 @@ def test_scratch_is_kept_when_a_larger_one_is_needed() -> None:
 
 
 def test_split_plan() -> None:
-    assert plan_splits(8, 8192, 264) == SplitPlan(33, 128)
-    assert plan_splits(8, 256, 264) == SplitPlan(2, 128)  # no more splits than chunks
+    assert plan_splits(8, 16384, 264) == SplitPlan(33, 256)
+    assert plan_splits(8, 512, 264) == SplitPlan(2, 256)  # no more splits than chunks
     assert plan_splits(2048, 4095, 264).num_splits == 1
     assert plan_splits(2048, 131072, 264) == SplitPlan(4, 2048)
 
@@ -242,7 +327,7 @@ def test_boundaries_keep_what_the_sorting_twin_keeps(rounded: bool) -> None:
     if rounded:
         logits = logits.bfloat16().float()
     options = sampling_rows(24)
-    edge, last = sampling_triton.boundaries(logits, **options)
+    edge, last = sampling_filters_triton.boundaries(logits, **options)
     bits = logits.view(torch.int32)
     keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     ids = torch.arange(VOCAB)
@@ -305,6 +390,17 @@ def test_fused_gemv_matches_the_chain(rows: int, shape: tuple[int, int]) -> None
         fused_gemv(x, up, norm_weight=norm_weight, eps=1e-5, gated=True, residual=residual),
         fused.silu_and_mul(fused.rms_norm(x, norm_weight, 1e-5) @ up.T) + residual,
     )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16])
+@pytest.mark.parametrize("shape", [(64, 512), (48, 1024), (16, 2048)])
+def test_few_rows_linear_is_a_product(rows: int, shape: tuple[int, int]) -> None:
+    weight, x = torch.randn(shape) / shape[1] ** 0.5, torch.randn(rows, shape[1])
+    torch.testing.assert_close(few_rows_linear(x, weight), x @ weight.T, atol=2e-5, rtol=2e-5)
+    with pytest.raises(ValueError, match="do not fit"):
+        few_rows_linear(x[:, :500].contiguous(), weight[:, :500].contiguous())
+    with pytest.raises(ValueError, match="16 rows"):
+        few_rows_linear(torch.randn(17, shape[1]), weight)
 
 
 def test_fused_gemv_names_what_does_not_fit() -> None:

@@ -61,3 +61,27 @@ def test_it_is_asked_for_at_one_row_and_only_where_the_kernel_can_run(
     assert able.decode_forward(2) is able.model
     biased = model(qkv_bias=True)
     assert biased.decode_forward(1) is biased.model
+
+
+def test_the_output_projection_of_few_rows_has_its_own_kernel_in_decode_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tested = model()
+    results: list[torch.Tensor] = []
+    taken: list[int] = []
+
+    def few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        taken.append(len(x))
+        return x @ weight.T
+
+    monkeypatch.setattr(fused_linear, "few_rows_linear", few_rows)
+    for suits in (False, True):
+        monkeypatch.setattr(
+            fused_linear, "suits_few_rows", lambda weight, rows, suits=suits: suits and rows == 2
+        )
+        session = PagedSession(tested, device=CPU, backend="torch", page_size=4)
+        logits = [session.extend({1: [5], 2: [90]}), session.extend({1: [5, 1], 2: [4]})]
+        logits += [session.decode({1: 3, 2: 8}), session.decode({1: 3})]
+        results.append(torch.cat(logits))
+    torch.testing.assert_close(results[1], results[0])
+    assert taken == [2] * tested.config.num_layers
