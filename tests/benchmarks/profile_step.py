@@ -29,7 +29,7 @@ from duograph.server.bench.in_process import add_engine_flags, create_engine, gr
 
 LAST_OF_STEP = "_pick_kernel"
 DECODE_TOKENS = 48
-IS_GEMM = re.compile(r"nvjet|gemm|cutlass|gemv|gemvx|xmma", re.IGNORECASE)
+IS_GEMM = re.compile(r"nvjet|gemm|cutlass|gemv|gemvx|xmma|few_rows", re.IGNORECASE)
 IS_REDUCTION = re.compile(r"splitk.*reduce|reduce.*splitk", re.IGNORECASE)
 
 
