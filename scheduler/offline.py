@@ -33,6 +33,7 @@ class Generation:
     times: list[float] = field(default_factory=list)  # when the host learnt of each token
     finish_reason: str = ""
     error: str = ""
+    grammar: GrammarState | None = None
 
 
 class OfflineEngine:
@@ -80,8 +81,13 @@ class OfflineEngine:
             request = GenerateRequest(
                 rid=self._next_rid, input_ids=prompt, sampling=params, grammar=grammar
             )
-            self._events.append(request if grammar is None else self._compiled(request, grammar))
             result = self._open[self._next_rid] = Generation()
+            if grammar is None:
+                self._events.append(request)
+            else:
+                walk = self.compiler.compile(grammar).start()
+                result.grammar = GrammarState(walk, grammar.param)
+                self._events.append(CompiledRequest(request, result.grammar))
             results.append(result)
             self._next_rid += 1
         self._started = time.perf_counter()
@@ -92,11 +98,12 @@ class OfflineEngine:
     def graph_stats(self) -> dict[str, Any]:
         return self.worker.graph_stats()
 
-    def _compiled(self, request: GenerateRequest, grammar: Grammar) -> CompiledRequest:
+    @property
+    def compiler(self) -> GrammarCompiler:
+        """Loaded at its first use."""
         if self._compiler is None:
             self._compiler = load_grammars(self._config, self.limits)
-        state = GrammarState(self._compiler.compile(grammar).start(), grammar.param)
-        return CompiledRequest(request, state)
+        return self._compiler
 
     # The verbs of the loops
 

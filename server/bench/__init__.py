@@ -21,6 +21,7 @@ KINDS = {
     "graphs": ("graphs", "per captured size: time, cost of the capture, cost of padding"),
     "startup": ("startup", "seconds of each stage of a start, with a cold and a warm cache"),
     "engine": ("engine", "decode, prefill and offline on one engine, with one start"),
+    "structured": ("structured", "what a JSON schema costs in tokens/s, compile and mask time"),
     "scheduler": ("scheduler", "what a step costs on the host, by running requests; no model"),
     "frontend": ("frontend", "what one frontend process costs per token, with a scripted engine"),
     "soak": ("soak", "memory of a server's processes over many requests"),
