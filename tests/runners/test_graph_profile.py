@@ -23,7 +23,7 @@ def test_captures_and_one_replay_of_each_phase_are_profiled(
     )
     with caplog.at_level(logging.INFO):
         worker = make_worker(graph=graph)
-    [folder] = tmp_path.iterdir()
+    [folder] = [path for path in tmp_path.iterdir() if "graph-profile" in path.name]
     assert str(folder) in caplog.text
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
