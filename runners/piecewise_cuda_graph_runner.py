@@ -124,7 +124,8 @@ class PiecewiseCudaGraphRunner:
 
     def run(self, batch: ForwardBatch) -> ForwardOutput:
         """Runs the smallest level that holds ``batch``; see ``can_run``. The first piece needs
-        the tokens only, and is launched before anything else is prepared.
+        the tokens only and is launched before anything else is prepared; what only the sampler
+        needs comes last.
 
         Raises:
             ValueError: the batch's lengths do not add up.
@@ -137,7 +138,7 @@ class PiecewiseCudaGraphRunner:
         parts.buffers.load_extend(batch, size)
         with torch.no_grad(), use_context(level.context):
             level.pieces.start()
-        parts.table.apply(batch)
+        parts.table.apply_pages(batch)
         rows = parts.on_device(batch.req_pool_indices)
         seq_lens = parts.on_device(batch.seq_lens)
         locations = level.context.meta.out_cache_loc
@@ -145,6 +146,7 @@ class PiecewiseCudaGraphRunner:
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
             level.pieces.finish()
+            parts.table.apply_rows(batch)  # the device is busy, and only the sampler reads them
             logits = parts.model.compute_logits(level.pieces.output[last_rows(context)])
         level.stats.count(real, size)
         return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)

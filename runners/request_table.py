@@ -66,42 +66,52 @@ class RequestTable:
         return sum(tensor.nbytes for tensor in found if tensor._base is None)
 
     def apply(self, batch: ForwardBatch) -> None:
-        """Brings the tables up to date for ``batch``: first rows that were taken, then pages.
-        Doing it again changes nothing.
+        """Brings the tables up to date for ``batch``. Doing it again changes nothing."""
+        self.apply_pages(batch)
+        self.apply_rows(batch)
 
-        One block goes to the device, int64 in front and 32-bit values behind: each copy and each
-        tensor that is made costs the host some microseconds, and the first token waits for them.
-        """
-        n = len(batch.row_inits)
-        updates = None if batch.page_updates is None else batch.page_updates.numpy()
-        m = 0 if updates is None else updates.shape[1]
-        if not n + m:
+    def apply_pages(self, batch: ForwardBatch) -> None:
+        """The page table alone: attention reads nothing else."""
+        if batch.page_updates is None:
             return
-        words = (3 * n + m, 3 * n + (m + 1) // 2)  # of 8 bytes
-        host = torch.empty(sum(words), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        block = host.numpy()
-        narrow = block[words[0] :].view(np.int32)
-        if n:
-            _write_rows(batch.row_inits, block[: 3 * n], narrow[: 6 * n].view(np.float32))
-        if updates is not None:
-            row, column, page = updates
-            block[3 * n : words[0]] = row.astype(np.int64) * self.page_table.shape[1] + column
-            narrow[6 * n : 6 * n + m] = page
-        wide, rest = torch.split(host.to(self.device, non_blocking=True), [*words])
-        if n:
-            self._copy_rows(wide[: 3 * n].view(3, n), rest[: 3 * n])
-            for init in batch.row_inits:
-                if init.sampling.needs_penalty:
-                    self._init_counts(init)
-        if m:
-            pages = rest[3 * n :].view(torch.int32)[:m]
-            self.page_table.view(-1).index_copy_(0, wide[3 * n :], pages)
+        row, column, page = batch.page_updates.numpy()
+        count = len(page)
+        host, block = self._staging(count + (count + 1) // 2)
+        block[:count] = row.astype(np.int64) * self.page_table.shape[1] + column
+        block[count:].view(np.int32)[:count] = page
+        places, pages = torch.split(
+            host.to(self.device, non_blocking=True), [count, len(block) - count]
+        )
+        self.page_table.view(-1).index_copy_(0, places, pages.view(torch.int32)[:count])
 
-    def _copy_rows(self, rows_and_ints: torch.Tensor, floats: torch.Tensor) -> None:
-        """int64 [3, n] and int64 [3 * n], which are float32 [6, n]."""
-        rows, n = rows_and_ints[0], rows_and_ints.shape[1]
-        self._ints.index_copy_(1, rows, rows_and_ints[1:])
-        self._floats.index_copy_(1, rows, floats.view(torch.float32).view(6, n))
+    def apply_rows(self, batch: ForwardBatch) -> None:
+        """What the sampler reads of the rows that were taken: parameters and counts."""
+        inits = batch.row_inits
+        if not inits:
+            return
+        count = len(inits)
+        host, block = self._staging(6 * count)
+        params = [init.sampling for init in inits]
+        block[: 3 * count].reshape(3, count)[...] = [
+            [init.row for init in inits],
+            [p.top_k for p in params],
+            [p.seed for p in params],
+        ]
+        block[3 * count :].view(np.float32).reshape(6, count)[...] = _float_columns(params)
+        on_device = host.to(self.device, non_blocking=True).view(6, count)
+        rows = on_device[0]
+        self._ints.index_copy_(1, rows, on_device[1:3])
+        floats = on_device[3:].view(-1).view(torch.float32).view(6, count)
+        self._floats.index_copy_(1, rows, floats)
+        for init in inits:
+            if init.sampling.needs_penalty:
+                self._init_counts(init)
+
+    def _staging(self, words: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """A host block of 8-byte words, as a tensor and as an array: one copy to the device for
+        all that a call brings, since each holds the host up for some microseconds."""
+        host = torch.empty(words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return host, host.numpy()
 
     def _init_counts(self, init: RowInit) -> None:
         self.prompt_mask[init.row].zero_()
@@ -116,20 +126,6 @@ class RequestTable:
 
     def _upload(self, values: list[int] | list[list[float]], dtype: torch.dtype) -> torch.Tensor:
         return upload(values, dtype, self.device)
-
-
-def _write_rows(
-    inits: list[RowInit], ints: npt.NDArray[np.int64], floats: npt.NDArray[np.float32]
-) -> None:
-    """Into ``ints`` [3 * n] the rows, top_k and seed, into ``floats`` [6 * n] the rest, of each
-    request."""
-    params = [init.sampling for init in inits]
-    ints.reshape(3, -1)[...] = [
-        [init.row for init in inits],
-        [p.top_k for p in params],
-        [p.seed for p in params],
-    ]
-    floats.reshape(6, -1)[...] = _float_columns(params)
 
 
 def _float_columns(params: list[SamplingParams]) -> list[list[float]]:

@@ -161,6 +161,17 @@ def test_any_number_of_rows_and_pages_is_applied_and_again_changes_nothing(
         ]
 
 
+def test_pages_can_be_brought_before_what_the_sampler_reads(table: RequestTable) -> None:
+    updates = torch.tensor([[2], [1], [6]], dtype=torch.int32)
+    inits = [RowInit(2, SamplingParams(temperature=0.5, seed=9))]
+    batch = decode_batch(1, row_inits=inits, page_updates=updates)
+    table.apply_pages(batch)
+    assert table.page_table[2].tolist() == [0, 6, 0]
+    assert not table.temperature.any() and not table.seed.any()
+    table.apply_rows(batch)
+    assert table.temperature[2] == 0.5 and table.seed[2] == 9
+
+
 def test_a_row_taken_again_forgets_its_last_request(table: RequestTable) -> None:
     penalized = SamplingParams(presence_penalty=1.0)
     table.apply(decode_batch(1, row_inits=[RowInit(2, penalized, [1, 2], [3])]))

@@ -11,6 +11,7 @@ import torch
 from duograph.runners.batch import ForwardMode, PromptWish, SamplingBatch
 from duograph.runners.config import GraphConfig
 from duograph.runners.piecewise import RecompileError, TorchCompileCutter
+from duograph.runners.sampling_params import SamplingParams
 from duograph.runners.worker import ModelWorker
 from duograph.tests.graph_checks import (
     FILLS,
@@ -163,6 +164,25 @@ def test_padded_rows_are_counted(worker: ModelWorker) -> None:
     assert after["replays"] - before["replays"] == 1
     assert after["real"] - before["real"] == 3
     assert after["padded"] - before["padded"] == 1
+
+
+def test_the_first_token_is_sampled_as_its_own_request_asks(worker: ModelWorker) -> None:
+    """The parameters of a new row reach the device while its pieces run."""
+    runners = runners_of(worker)
+    tokens = []
+    for runner in (prefill_runner(worker), runners.eager):
+        driver = WorkerDriver(worker)
+        for row in (1, 2):  # what the rows of the requests before have left
+            batch = driver.extend({row: driver.prompt(5)}, params={row: SamplingParams(seed=row)})
+            worker.launch(batch).wait()
+        driver = WorkerDriver(worker)
+        params = {1: SamplingParams(temperature=0.0), 2: SamplingParams(temperature=3.0, seed=11)}
+        prompts = {row: driver.prompt(9, seed=row) for row in (1, 2)}
+        batch = driver.extend(prompts, params=params)
+        with torch.no_grad():
+            step = worker._sampler.finish(batch, runner.run(batch))
+        tokens.append(step.tokens.tolist())
+    assert tokens[0] == tokens[1]
 
 
 def test_a_prompt_whose_logprobs_are_wanted_runs_eagerly(worker: ModelWorker) -> None:
