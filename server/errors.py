@@ -6,6 +6,7 @@ body, nor why something failed. Texts never hold paths, addresses or tracebacks.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 
 import orjson
@@ -142,6 +143,11 @@ def from_engine(code: ErrorCode | None, message: str) -> ApiError:
             return ApiError(400, message or "The request was aborted", code="aborted")
         case _:
             return internal()
+
+
+def new_request_id() -> str:
+    """For an answer to a client that gave none."""
+    return f"req-{uuid.uuid4().hex}"
 
 
 def quote(text: str) -> str:

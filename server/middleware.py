@@ -9,7 +9,6 @@ import ipaddress
 import logging
 import re
 import time
-import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -17,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from duograph.server import errors
-from duograph.server.errors import ApiError, quote
+from duograph.server.errors import ApiError, new_request_id, quote
 from duograph.server.metrics import FrontendMetrics
 
 logger = logging.getLogger(__name__)
@@ -188,7 +187,7 @@ def _digest(key: bytes) -> bytes:
 def _request_id(scope: Scope) -> str:
     """The client's own, if it can stand in a header and a log line; else a new one."""
     given = Headers(scope=scope).get(REQUEST_ID, "")
-    return given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    return given if _SAFE_ID.fullmatch(given) else new_request_id()
 
 
 def _host_name(host: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from duograph.server.errors import ApiError
+from duograph.server.errors import ApiError, new_request_id
 
 WIRE_EXTENSION = "duograph.wire"  # in scope["extensions"]
 
@@ -169,7 +169,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         body = error.body()
         head = (
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n"
+            b"x-request-id: %b\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head % (error.status, _REASONS[error.status], len(body)) + body)
+        parts = (error.status, _REASONS[error.status], len(body), new_request_id().encode())
+        self.transport.write(head % parts + body)
         self.transport.close()

@@ -100,6 +100,7 @@ def test_headers_are_limited(server: Any) -> None:
     ):
         answer = raw_exchange(server.port, request)
         assert b" 431 " in answer.split(b"\r\n")[0] and b'"error"' in answer
+        assert b"\r\nx-request-id: req-" in answer
     assert b" 400 " in raw_exchange(server.port, b"NONSENSE\r\n\r\n").split(b"\r\n")[0]
 
 
