@@ -9,6 +9,7 @@ cost. Sizes are bounded here, by the library's own limits.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,9 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 # Converted by a parser in Python, which holds the interpreter's lock for some ms per KiB.
 MAX_EBNF_BYTES = 16 * 1024
 _MAX_ERROR_CHARS = 300
+# llguidance 1.9.1 recurses without end, and the process dies, on a constant so close to the
+# least 64-bit integer
+_FATAL_NUMBER = re.compile(r"-9[0-9]{18}(?![0-9])")
 _LOCATE_COMPILES = 200  # of subschemas, to find the one that is wrong
 
 
@@ -102,7 +106,10 @@ class GrammarLibrary:
         limit = MAX_EBNF_BYTES if grammar.kind == "ebnf" else MAX_GRAMMAR_BYTES
         if len(grammar.text.encode()) > limit:
             raise GrammarError(f"{grammar.param}: the grammar is longer than {limit} bytes")
-        matcher, problem = self._build(_as_library_text(grammar))
+        text = _as_library_text(grammar)
+        if _FATAL_NUMBER.search(text):
+            raise GrammarError(f"{grammar.param}: whole numbers must be greater than -9e18")
+        matcher, problem = self._build(text)
         if not problem:
             return _Compiled(matcher)
         for param, schema in grammar.schemas.items():
@@ -115,9 +122,15 @@ class GrammarLibrary:
         """A matcher at the start, its first mask computed, and what is wrong with it."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()  # some mistakes show no earlier
+        try:
+            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+            if not matcher.is_error():
+                first = matcher.deep_copy()
+                first.compute_bitmask()
+                if first.is_error():  # some mistakes show no earlier
+                    return matcher, first.get_error()
+        except BaseException as error:
+            raise _library_fault(error) from error
         return matcher, matcher.get_error() if matcher.is_error() else ""
 
     def _locate(self, param: str, schema: Any) -> str:
@@ -164,13 +177,28 @@ class _Walk:
         self._matcher = matcher
 
     def consume(self, token: int) -> None:
-        if not self._matcher.consume_token(token):
+        try:
+            consumed = self._matcher.consume_token(token)
+        except BaseException as error:
+            raise _library_fault(error) from error
+        if not consumed:
             raise GrammarError(_brief(self._matcher.get_error()))
 
     def fill(self, pointer: int, nbytes: int) -> None:
-        self._matcher.unsafe_compute_mask_ptr(pointer, nbytes)
+        try:
+            self._matcher.unsafe_compute_mask_ptr(pointer, nbytes)
+        except BaseException as error:
+            raise _library_fault(error) from error
         if self._matcher.is_error():
             raise GrammarError(_brief(self._matcher.get_error()))
+
+
+def _library_fault(error: BaseException) -> BaseException:
+    """A panic in the library's own code, which is no Exception, ends the one request that met
+    it."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return error
+    return GrammarError(f"the grammar library failed on it ({type(error).__name__})")
 
 
 def _as_library_text(grammar: Grammar) -> str:

@@ -170,6 +170,8 @@ PLACE = "json_schema.properties.a.anyOf.1.properties.b.items"
             r"json_schema\.\$defs\.p: Invalid type",
         ),
         ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema: "),
+        ({"json_schema": {"const": [-(2**63) + 1]}}, "json_schema: .*greater than -9e18"),
+        ({"guided_grammar": f'start: %json {{"const": {-(2**63)}}}'}, "greater than -9e18"),
         ({"regex": "[a"}, "regex: .*unclosed character class"),
         ({"ebnf": "root = x"}, "ebnf: "),
         ({"ebnf": "root ::= " + '"a" ' * 5000}, "ebnf: .*longer than 16384 bytes"),
