@@ -250,9 +250,10 @@ def test_a_schema_or_a_call_is_possible_in_one_answer(client: openai.OpenAI) -> 
         jsonschema.validate(json.loads(answer.message.content), POINT)
 
 
+MISSPELT = {"type": "object", "properties": {"a": {"type": "strin"}}}
 BAD = [
     (
-        {"response_format": schema_format({"type": "object", "properties": {"a": {"type": "strin"}}})},
+        {"response_format": schema_format(MISSPELT)},
         "response_format.json_schema.schema.properties.a",
         "Invalid type",
     ),

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from duograph.scheduler.grammar_gate import GrammarStats
 from duograph.scheduler.graph_metrics import graph_metrics
 from duograph.scheduler.stats import snapshot
 from duograph.server.metric_help import HELP
@@ -43,7 +44,7 @@ def page() -> str:
         driver.scheduler.gauges(),
         model_name='odd "name"\\',
         gen_throughput=1.0,
-        graph_counters=counters,
+        graph_counters=counters | GrammarStats().as_metrics(),
         graph_gauges=gauges,
     )
     own = FrontendMetrics()

@@ -236,7 +236,7 @@ def test_a_template_without_tools_gets_them_as_text(http: httpx.Client) -> None:
             "tools.0.function.description",
         ),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            {"tools": [{**TIME, "function": {"name": "f", "parameters": {"type": "string"}}}]},
             "tools.0.function.parameters.type",
         ),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
