@@ -13,6 +13,7 @@ from typing import Any, Literal
 import orjson
 
 from duograph.scheduler.messages import Grammar
+from duograph.server.errors import bad_field
 from duograph.server.grammars import lark_text, of_document, styled
 from duograph.server.tools import Tool, ToolUse
 
@@ -71,8 +72,8 @@ def grammar(style: FormatName, use: ToolUse, answer: Grammar | None) -> Grammar 
     calls = _calls_grammar(style, use, list(schemas.values()))
     if use.mode == "required" or answer is None:
         return of_document([{"lark_grammar": calls}], "tools", schemas)
-    if answer.kind != "document":  # its conversion is the engine's
-        return None
+    if answer.kind != "document":
+        raise bad_field(answer.param, "GBNF is not possible beside tools; write it in Lark")
     first, *rest = orjson.loads(answer.text)["grammars"]
     either = [
         {"name": "start", "lark_grammar": "start: @calls | @answer"},

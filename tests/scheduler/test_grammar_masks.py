@@ -113,7 +113,7 @@ def create_engine(
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
         )
-        return LoadedWorker(worker, engine_limits, False, {})
+        return LoadedWorker(worker, engine_limits, worker.device.type == "cuda", {})
 
     config = EngineConfig(
         runner=RunnerConfig(),

@@ -249,6 +249,7 @@ def test_a_template_without_tools_gets_them_as_text(http: httpx.Client) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": [TIME] * 200}, "tools"),
+        ({"tools": TOOLS, "ebnf": 'root ::= "a"'}, "ebnf"),
     ],
 )  # fmt: skip
 def test_a_wrong_definition_is_refused_by_the_name_of_its_field(
