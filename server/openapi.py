@@ -10,6 +10,7 @@ from duograph.server.native_routes import AbortBody
 from duograph.server.native_schema import GenerateBody
 from duograph.server.openai_schema import ChatRequest, CompletionRequest
 from duograph.server.openapi_bodies import REF, TOKENIZE_CHAT, Schema, body_schemas
+from duograph.server.openapi_examples import EXAMPLES
 from duograph.server.serving import Serving
 from duograph.server.tokenize import DetokenizeBody, TokenizeBody
 
@@ -174,7 +175,8 @@ def _complete(operation: Schema, path: str, method: str) -> None:
             names[names.index("ChatRequest")] = TOKENIZE_CHAT
         several = [{"$ref": REF + name} for name in names]
         schema = several[0] if len(several) == 1 else {"anyOf": several}
-        content = {"application/json": {"schema": schema}}
+        examples = {name: {"value": value} for name, value in EXAMPLES[path].items()}
+        content = {"application/json": {"schema": schema, "examples": examples}}
         operation["requestBody"] = {"required": True, "content": content}
 
 

@@ -137,6 +137,20 @@ def test_openapi_names_every_route_with_its_errors(http: Any) -> None:
     assert {"type": "null"} in body["n"]["anyOf"] and {"type": "null"} in body["seed"]["anyOf"]
 
 
+def test_every_example_of_openapi_is_answered(http: Any) -> None:
+    document = http.get("/openapi.json").json()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation.get("requestBody", {}).get("content", {})
+            if not operation.get("requestBody", {}).get("required"):
+                continue
+            examples = content["application/json"]["examples"]
+            assert examples, path
+            for name, example in examples.items():
+                answer = http.request(method, path, json=example["value"])
+                assert answer.status_code == 200, (path, name, answer.text)
+
+
 def test_every_reference_of_openapi_leads_somewhere(http: Any) -> None:
     document = http.get("/openapi.json").json()
 
