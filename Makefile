@@ -17,7 +17,7 @@ FLOORS := kernels runners scheduler server
 # mypy sees every file under its import name, through the .src link
 TYPED := $(addprefix .src/duograph/,$(FLOORS) tests)
 
-.PHONY: help serve test test-fast docker-test check format clean
+.PHONY: help serve test test-fast docker-test clients-test check format clean
 
 help:
 	@echo "make serve       serve the default model on 127.0.0.1:30000 (ARGS=... for flags)"
@@ -25,6 +25,7 @@ help:
 	@echo "make check       ruff and mypy"
 	@echo "make test-fast   the tests that need no model and no process tree"
 	@echo "make docker-test build the cpu image without a daemon and try it (root; not part of test)"
+	@echo "make clients-test  run other people's clients against the default model (not part of test)"
 	@echo "make format      ruff format and the safe fixes of ruff check"
 	@echo "make clean       remove the virtual environment and all caches in this folder"
 
@@ -40,6 +41,10 @@ test-fast: $(VENV)/.installed-test
 docker-test:
 	tests/docker/run.sh
 
+# In virtual environments of their own, .venv-clients and .venv-aiperf; ARGS goes to pytest.
+clients-test:
+	PYTHON=$(PYTHON) tests/clients/run.sh $(ARGS)
+
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,7 +55,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-clients .venv-aiperf tests/clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
