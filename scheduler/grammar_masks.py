@@ -105,9 +105,6 @@ class MaskMaker:
 
         return wait
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     def _fill(self, rows: list[_Row], earlier: _Earlier, masks: Masks) -> None:
         base, nbytes = masks.ctypes.data, masks.shape[1] * masks.itemsize
         for row in rows:

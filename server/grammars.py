@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
+from duograph.scheduler.grammar import MAX_GRAMMAR_BYTES
 from duograph.scheduler.messages import Grammar
 from duograph.server.errors import bad_field, not_supported, quote
 
-MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 # JSON is written as Python's json.dumps does, with no whitespace left to choose: a small model
 # that may write spaces can go on writing them for ever.
