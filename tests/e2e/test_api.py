@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion
 from tokenizers import pre_tokenizers
 
 from duograph.tests.e2e.server_process import ServerProcess, eventually
+from duograph.tests.server.test_monitoring_files import unknown_names
 
 pytestmark = pytest.mark.slow
 
@@ -318,6 +319,18 @@ def test_steps_run_through_both_graph_runners(client: openai.OpenAI, server: Ser
             if line.startswith("duograph_graph_replays_total{") and f'phase="{phase}"' in line
         ]
         assert sum(samples) > 0, page
+
+
+def test_the_grafana_dashboard_finds_its_metrics(
+    client: openai.OpenAI, server: ServerProcess
+) -> None:
+    # scoring a prompt is a step that runs without a graph
+    client.completions.create(model=MODEL, prompt="hello", max_tokens=0, echo=True, logprobs=1)
+
+    def complete() -> bool:
+        return not unknown_names(server.get("/metrics")[1])
+
+    eventually(complete, 10, "every metric of the dashboard on /metrics")
 
 
 def test_server_info_shows_flags_and_hides_keys(server: ServerProcess) -> None:
