@@ -23,8 +23,9 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 _SGLANG = ("regex", "ebnf", "json_schema")
 _OLD_VLLM = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FIELDS = ("response_format", *_SGLANG, "structured_outputs", *_OLD_VLLM)
-_NESTED = ("json", "regex", "choice", "grammar", "json_object")  # of structured_outputs
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_GRAMMARS = ("json", "regex", "choice", "grammar")
+_NESTED = (*_GRAMMARS, "json_object")  # of structured_outputs
+FORMAT_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _UNWRITABLE = re.compile(r"\\.|/|\n|\r", re.DOTALL)
 
 
@@ -89,8 +90,8 @@ def _json_schema_format(value: Any) -> Grammar:
     if not isinstance(value, dict):
         raise bad_field(param, "must be an object with name and schema")
     name, strict = value.get("name"), value.get("strict")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise bad_field(f"{param}.name", f"must match {_NAME.pattern}")
+    if not isinstance(name, str) or not FORMAT_NAME.fullmatch(name):
+        raise bad_field(f"{param}.name", f"must match {FORMAT_NAME.pattern}")
     if strict is not None and not isinstance(strict, bool):
         raise bad_field(f"{param}.strict", "must be true or false")
     if value.get("schema") is None:
@@ -110,7 +111,13 @@ def _of_field(name: str, value: Any) -> Grammar | None:
 def _structured_outputs(value: Any) -> Grammar | None:
     if not isinstance(value, dict):
         raise bad_field("structured_outputs", "must be an object")
-    given = {key: setting for key, setting in value.items() if setting not in (None, False)}
+    given = {
+        key: setting
+        for key, setting in value.items()
+        if setting is not None and not (setting is False and key not in _GRAMMARS)  # flags, off
+    }
+    if not isinstance(given.get("json_object", True), bool):
+        raise bad_field("structured_outputs.json_object", "must be true or false")
     for key in given.keys() - set(_NESTED):
         raise not_supported(f"structured_outputs.{quote(key)[1:-1]}")
     if len(given) > 1:

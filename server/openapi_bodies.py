@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from duograph.scheduler.messages import EngineInfo
+from duograph.server.native_schema import GenerateBody, NativeSampling
 from duograph.server.openai_schema import (
     MAX_LOGIT_BIAS,
     MAX_PROMPTS,
@@ -18,6 +19,7 @@ from duograph.server.openai_schema import (
     MAX_STOPS,
     TEMPLATE_VARIABLES,
 )
+from duograph.server.openapi_grammars import grammar_schemas, tool_schemas
 from duograph.server.tokenize import MAX_TEXTS
 
 Schema = dict[str, Any]
@@ -34,6 +36,8 @@ def body_schemas(
     models: Sequence[type[BaseModel]], info: EngineInfo | None, max_n: int
 ) -> dict[str, Schema]:
     """By name; also of the models inside of them. Null stands for a field that is left out."""
+    if GenerateBody in models:
+        models = [*models, NativeSampling]  # which the body reads itself
     wanted: list[tuple[type[BaseModel], Literal["validation"]]] = [
         (model, "validation") for model in models
     ]
@@ -129,8 +133,10 @@ def _fields(info: EngineInfo | None, max_n: int) -> dict[str, Schema]:
 
     texts, id_lists = [text, several(text)], [ids, several(ids)]
     bias: Schema = {"type": "number", "minimum": -100, "maximum": 100}
-    sampling: Schema = {"type": "object"}
+    sampling: Schema = {"$ref": REF + NativeSampling.__name__}
     return {
+        **grammar_schemas(),
+        **tool_schemas(),
         "prompt": {"anyOf": [*texts, *id_lists]},
         "text": {"anyOf": texts},
         "input_ids": {"anyOf": id_lists},

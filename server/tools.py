@@ -15,7 +15,7 @@ from duograph.server.grammars import checked_schema
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_CHARS = 16 * 1024
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -100,8 +100,8 @@ def _tool(value: Any, param: str) -> Tool:
     if not isinstance(function, dict):
         raise bad_field(param, "this field is required: an object")
     name, strict = function.get("name"), function.get("strict")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise bad_field(f"{param}.name", f"must match {_NAME.pattern}")
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
+        raise bad_field(f"{param}.name", f"must match {FUNCTION_NAME.pattern}")
     description = function.get("description")
     if description is None:
         description = ""
@@ -115,7 +115,9 @@ def _tool(value: Any, param: str) -> Tool:
     parameters = function.get("parameters")
     if isinstance(parameters, str):
         raise bad_field(f"{param}.parameters", "must be a JSON schema: an object")
-    schema = checked_schema(_NO_ARGUMENTS if not parameters else parameters, f"{param}.parameters")
+    if parameters is None or parameters == {}:
+        parameters = _NO_ARGUMENTS
+    schema = checked_schema(parameters, f"{param}.parameters")
     if schema.get("type", "object") != "object":
         raise bad_field(f"{param}.parameters.type", "must be object")
     return Tool(
