@@ -17,6 +17,7 @@ from duograph.runners.profiler import ProfilerError, StepProfiler
 from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.grammar_gate import GrammarGate
 from duograph.scheduler.graph_metrics import eager_steps, graph_metrics
+from duograph.scheduler.last_use import LastUse
 from duograph.scheduler.loop import PendingStep
 from duograph.scheduler.messages import (
     ControlAnswer,
@@ -80,6 +81,7 @@ class Engine:
         self._eager_mark = 0  # decode steps without a graph at the last decode line
         self._log_mark = (time.monotonic(), 0)  # time and tokens at the last decode line
         self._metric_mark = (time.monotonic(), 0)
+        self._last_use = LastUse()
 
     # The verbs of the loops
 
@@ -197,7 +199,9 @@ class Engine:
         since, tokens = self._metric_mark
         throughput = (stats.generation_tokens - tokens) / max(now - since, 1e-9)
         self._metric_mark = (now, stats.generation_tokens)
-        counters, levels = graph_metrics(self._worker.graph_stats())
+        graphs = self._worker.graph_stats()
+        counters, levels = graph_metrics(graphs)
+        levels |= self._last_use.update(graphs, time.time())
         counters |= self._gate.stats.as_metrics()
         self._wires.to_frontends(
             snapshot(

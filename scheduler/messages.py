@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from duograph.runners.sampling_params import SamplingParams
+from duograph.scheduler.step_sizes import SizeRow
 
 # bits of a request id above this one hold the number of the frontend that made it
 RID_FRONTEND_SHIFT = 48
@@ -161,11 +162,13 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, tag="metrics"):
 
     Names carry their label part, as in ``sglang:num_running_reqs`` or
     ``duograph_graph_replays_total{phase="decode",size="8"}``; histograms are
-    (upper bounds, counts per bucket with the last one unbounded, sum)."""
+    (upper bounds, counts per bucket with the last one unbounded, sum). ``step_sizes`` holds, by
+    phase, the rows of ``step_sizes.StepSizes``: for /graphs, too many for /metrics."""
 
     counters: dict[str, float]
     gauges: dict[str, float]
     histograms: dict[str, tuple[list[float], list[int], float]]
+    step_sizes: dict[str, list[SizeRow]] = {}
 
 
 ToFrontend = StepTokens | EngineStatus | EngineInfo | Heartbeat | MetricsSnapshot | ControlAnswer

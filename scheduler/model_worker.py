@@ -50,7 +50,7 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
     device = torch.device(resolve_device(runner.device))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as behind_imports:
         awake = behind_imports.submit(wake_device, device)
-        from duograph.runners.memory import GIB, available_bytes
+        from duograph.runners.memory import GIB, available_bytes, total_bytes
         from duograph.runners.model_config import ModelConfig
         from duograph.runners.models.loader import load_model
         from duograph.runners.worker import ModelWorker
@@ -104,6 +104,7 @@ def load_worker(config: EngineConfig, progress: Progress) -> LoadedWorker:
         "attention_backend": worker.config.attention_backend,
         "prefill_attention_backend": worker.config.prefill_attention_backend,
         "decode_attention_backend": worker.config.decode_attention_backend,
+        "memory": {"total": total_bytes(device), "free": available_bytes(device)},
     }
     return LoadedWorker(worker, engine_limits, device.type == "cuda", details, stages)
 

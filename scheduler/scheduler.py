@@ -243,13 +243,7 @@ class Scheduler:
         if len(result.tokens) != len(plan.requests):
             raise EngineFault(f"step {plan.step_id} brought the wrong number of tokens")
         self.queues.free_late(plan)
-        self.stats.steps += 1
-        if plan.is_extend:
-            self.stats.extend_steps += 1
-            self.stats.prefill_sizes.observe(plan.num_tokens)
-        else:
-            self.stats.decode_steps += 1
-            self.stats.decode_sizes.observe(len(plan.rows))
+        self.stats.observe_step(plan.is_extend, plan.num_tokens, self._now, bool(in_flight))
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, result)
         for index in plan.constrained:

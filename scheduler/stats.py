@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from duograph.scheduler.messages import MetricsSnapshot
+from duograph.scheduler.step_sizes import StepSizes
 
 # seconds
 LATENCY_BOUNDS = (
@@ -77,6 +78,24 @@ class SchedulerStats:
 
     decode_sizes: Histogram = field(default_factory=lambda: Histogram(SIZE_BOUNDS))
     prefill_sizes: Histogram = field(default_factory=lambda: Histogram(SIZE_BOUNDS))
+    decode_steps_by_size: StepSizes = field(default_factory=StepSizes)
+    prefill_steps_by_size: StepSizes = field(default_factory=StepSizes)
+    _busy_since: float | None = None  # the last result, if another step was in flight then
+
+    def observe_step(self, is_extend: bool, size: int, now: float, more_in_flight: bool) -> None:
+        """A step of ``size`` rows (decode) or tokens (prefill) was committed at ``now``."""
+        since = self._busy_since
+        seconds = None if since is None else now - since
+        self._busy_since = now if more_in_flight else None
+        self.steps += 1
+        if is_extend:
+            self.extend_steps += 1
+            self.prefill_sizes.observe(size)
+            self.prefill_steps_by_size.observe(size, seconds)
+        else:
+            self.decode_steps += 1
+            self.decode_sizes.observe(size)
+            self.decode_steps_by_size.observe(size, seconds)
 
     def observe_gaps(self, previous: Iterable[float], now: float) -> None:
         """One inter-token gap per entry of ``previous``, the time of the token before. In a
@@ -162,6 +181,10 @@ def snapshot(
         counters={label(name): float(n) for name, n in {**counters, **graph_counters}.items()},
         gauges={label(name): float(n) for name, n in {**levels, **graph_gauges}.items()},
         histograms={label(name): histogram.snapshot() for name, histogram in histograms.items()},
+        step_sizes={
+            "decode": stats.decode_steps_by_size.rows(),
+            "prefill": stats.prefill_steps_by_size.rows(),
+        },
     )
 
 

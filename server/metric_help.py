@@ -34,6 +34,7 @@ _TEXTS = {
     "duograph_graph_real_tokens": "real rows (decode) or tokens (prefill) in replays",
     "duograph_graph_padded_tokens": "padding rows (decode) or tokens (prefill) in replays",
     "duograph_graph_eager": "steps that ran without a graph, by reason",
+    "duograph_graph_last_replay_timestamp_seconds": "when one size was replayed last, unix time",
     "duograph_graph_capture_seconds": "time to capture one size",
     "duograph_graph_capture_bytes": "memory that capturing one size took",
     "duograph_graph_pool_bytes": "memory of the pool that all graphs share",

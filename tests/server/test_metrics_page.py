@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from duograph.scheduler.grammar_gate import GrammarStats
 from duograph.scheduler.graph_metrics import graph_metrics
+from duograph.scheduler.last_use import LastUse
 from duograph.scheduler.stats import snapshot
 from duograph.server.metric_help import HELP
 from duograph.server.metrics import FrontendMetrics, render_page
@@ -34,11 +36,17 @@ DASHBOARD = {
 }
 
 
+NO_REPLAYS: dict[str, Any] = {"decode": {"sizes": {}}, "prefill": {"sizes": {}}}
+
+
 @pytest.fixture(scope="module")
 def page() -> str:
     driver = Driver()
     driver.run(request(1, prompt=16))
     counters, gauges = graph_metrics(GRAPH_STATS)
+    last_use = LastUse()
+    last_use.update(NO_REPLAYS, 1.0)
+    gauges |= last_use.update(GRAPH_STATS, 1.8e9)
     figures = snapshot(
         driver.scheduler.stats,
         driver.scheduler.gauges(),
