@@ -19,9 +19,11 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from duograph.server import errors
+from duograph.server.dashboard import add_dashboard
 from duograph.server.docs import add_docs
 from duograph.server.errors import ApiError, quote
-from duograph.server.info import graphs, server_info
+from duograph.server.graph_report import graphs
+from duograph.server.info import server_info
 from duograph.server.metrics import CONTENT_TYPE, render_page
 from duograph.server.middleware import REQUEST_ID, BearerAuth, HostCheck, RequestLog
 from duograph.server.native_routes import add_native_routes
@@ -42,6 +44,7 @@ def create_app(serving: Serving) -> ASGIApp:
     _add_info_routes(api, serving)
     add_native_routes(api, serving)
     add_docs(api)
+    add_dashboard(api)
     describe(api, serving)
     http = serving.config.http
     app: ASGIApp = BearerAuth(api, serving.config.api_keys, serving.config.admin_keys)
@@ -156,7 +159,7 @@ def _add_info_routes(api: FastAPI, serving: Serving) -> None:
         return json_response(server_info(serving))
 
     @api.get("/graphs")
-    async def describe_graphs() -> Response:
+    def describe_graphs() -> Response:  # in a thread: its milliseconds are not the streams'
         return json_response(graphs(serving))
 
 

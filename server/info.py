@@ -1,19 +1,11 @@
-"""What the server says of itself: flags, limits, model, graphs. Dicts for JSON, made from what
+"""What the server says of itself: flags, limits, model. Dicts for JSON, made from what
 the engine has told; nothing is asked for."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from duograph.scheduler.messages import MetricsSnapshot
-from duograph.server.metrics import split_name
 from duograph.server.serving import Serving
-
-_PER_SIZE = {
-    "duograph_graph_replays_total": "replays",
-    "duograph_graph_real_tokens_total": "real",
-    "duograph_graph_padded_tokens_total": "padded",
-}
 
 
 def server_info(serving: Serving) -> dict[str, Any]:
@@ -66,43 +58,3 @@ def model_info(serving: Serving) -> dict[str, Any]:
         "max_model_len": info.context_length if info else serving.config.context_length,
         "vocab_size": info.vocab_size if info else None,
     }
-
-
-def graphs(serving: Serving) -> dict[str, Any]:
-    """``decode`` and ``prefill`` hold, by captured size, ``seconds`` and ``nbytes`` of the capture
-    and what has been replayed since: ``replays``, ``real`` and ``padded`` rows or tokens;
-    ``eager_steps`` counts steps without a graph by phase and reason. ``counters`` are the same
-    figures under their names in /metrics."""
-    info, snapshot = serving.engine.info, serving.engine.snapshot
-    captured: dict[str, Any] = info.details.get("graphs", {}) if info is not None else {}
-    answer = {name: value for name, value in captured.items() if name not in _PHASES}
-    for phase in _PHASES:
-        known = captured.get(phase, {})
-        sizes = known.get("sizes", {})
-        if not isinstance(sizes, dict):
-            sizes = {str(size): {} for size in sizes}
-        answer[phase] = {**known, "sizes": {size: dict(one) for size, one in sizes.items()}}
-    counted: dict[str, float] = {}
-    if snapshot is not None:
-        _add_counts(answer, snapshot)
-        for kinds in (snapshot.counters, snapshot.gauges):
-            counted |= {k: v for k, v in kinds.items() if k.startswith("duograph_graph")}
-    return {**answer, "counters": counted}
-
-
-_PHASES = ("decode", "prefill")
-
-
-def _add_counts(answer: dict[str, Any], snapshot: MetricsSnapshot) -> None:
-    eager: dict[str, dict[str, int]] = {phase: {} for phase in _PHASES}
-    for full_name, value in snapshot.counters.items():
-        name, labels = split_name(full_name)
-        phase = labels.get("phase", "")
-        if phase not in _PHASES:
-            continue
-        if name == "duograph_graph_eager_total":
-            eager[phase][labels["reason"]] = int(value)
-        elif name in _PER_SIZE:
-            size = answer[phase]["sizes"].setdefault(labels["size"], {})
-            size[_PER_SIZE[name]] = int(value)
-    answer["eager_steps"] = eager

@@ -25,7 +25,11 @@ REQUEST_ID = "x-request-id"
 HEALTH_PATHS = frozenset({"/health", "/health/live", "/ready", "/health/ready"})
 ADMIN_PATHS = frozenset({"/flush_cache", "/start_profile", "/stop_profile"})
 ADMIN_SCOPE = "duograph.admin"  # True in the scope of a request with an admin key
-_QUIET_PATHS = HEALTH_PATHS | {"/metrics"}
+# The dashboard's files hold no data; it asks for a key to get some.
+PAGE_PATHS = frozenset({"/", "/dashboard/dashboard.js", "/dashboard/dashboard.css"})
+# polled by machines
+_QUIET_PATHS = HEALTH_PATHS | PAGE_PATHS | {"/metrics", "/graphs"}
+_OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -129,7 +133,8 @@ class HostCheck:
 
 
 class BearerAuth:
-    """Who may call what: every route but the health ones needs one of the keys, if there are any;
+    """Who may call what: every route but the health ones
+    and the dashboard's files needs one of the keys, if there are any;
     the admin routes need an admin key and are closed if there is none. An admin key opens
     everything. Routes that are partly for admins read ``ADMIN_SCOPE`` from the scope."""
 
@@ -139,7 +144,7 @@ class BearerAuth:
         self._admin_digests = [_digest(key.encode()) for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in HEALTH_PATHS:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         given = _bearer_digest(scope)
