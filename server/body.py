@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -13,6 +15,9 @@ from starlette.requests import Request
 from duograph.server.errors import ApiError, quote
 
 MAX_JSON_DEPTH = 64
+# Strings, lists and objects of one body. Each becomes a Python object while every stream of the
+# process waits: what MAX_MESSAGES of text parts need and some more, read in tenths of a second.
+MAX_JSON_PARTS = 100_000
 BODY_IDLE_S = 10.0  # without a byte
 
 
@@ -58,9 +63,13 @@ def _too_large(max_bytes: int) -> ApiError:
     )
 
 
+_PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object without NaN, duplicate keys, lone surrogates or deep nesting; nulls at the
-    top are left out. Raises ApiError 400."""
+    """A JSON object without NaN, duplicate keys, lone surrogates, deep nesting or very many
+    parts; nulls at the top are left out. Raises ApiError 400."""
+    _check_parts(body)
     try:
         document = orjson.loads(body)
         json.loads(body, object_pairs_hook=_unique_keys)
@@ -74,6 +83,17 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:  # else it cannot be that deep
         _check_depth(document)
     return {name: value for name, value in document.items() if value is not None}
+
+
+def _check_parts(body: bytes) -> None:
+    """Before parsing, which is what costs."""
+    # a string has two quotes; those within texts are told apart only where there are so many
+    if body.count(b'"') // 2 + body.count(b"[") + body.count(b"{") <= MAX_JSON_PARTS:
+        return
+    parts = _PART.finditer(body)
+    if next(islice(parts, MAX_JSON_PARTS, None), None) is not None:
+        text = f"The body holds more than {MAX_JSON_PARTS} strings, lists and objects"
+        raise ApiError(400, text)
 
 
 class _DuplicateKeyError(ValueError):

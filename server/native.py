@@ -52,7 +52,10 @@ async def native_plans(
     for prompt, fields in zip(
         prompts, parse_sampling(body.sampling_params, len(prompts)), strict=True
     ):
-        translator.check_choices(fields.n, len(prompts))
+        try:
+            translator.check_choices(fields.n, len(prompts))
+        except ApiError as error:
+            raise inside(error) from error
         if isinstance(prompt, str):
             ids = await translator.tokenizer.encode(prompt, add_special_tokens=True)
         else:

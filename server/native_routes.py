@@ -129,7 +129,8 @@ def _add_operator(api: FastAPI, serving: Serving) -> None:
     @api.post("/start_profile")
     async def start_profile(request: Request) -> Response:
         body = ProfileBody()
-        if request.headers.get("content-length", "0") != "0":
+        length = request.headers.get("content-length", "0")
+        if length != "0" or "transfer-encoding" in request.headers:
             body = parse_profile(await serving.body(request))
         return await order("start_profile", str(body.num_steps or ""))
 

@@ -12,7 +12,7 @@ import time
 from typing import Any, Protocol, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from duograph.server.errors import ApiError, new_request_id
 
@@ -30,10 +30,13 @@ _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large",
 
 
 class Wire(Protocol):
-    """The body of one running chunked response."""
+    """The body of one running response whose length nobody knows."""
+
+    def begin(self) -> None:
+        """Before the response's head is sent."""
 
     def write_chunk(self, payload: bytes) -> bool:
-        """Queues one HTTP chunk. False if the client has gone, or has been cut off because it
+        """Queues one piece. False if the client has gone, or has been cut off because it
         reads too slowly."""
 
     def cut(self) -> None:
@@ -44,6 +47,10 @@ class _HeaderLimitError(Exception):
     """Headers too many or too long."""
 
 
+class _SeveralHostsError(Exception):
+    """A proxy may have looked at another one than this server would."""
+
+
 def _explained(error: httptools.HttpParserCallbackError) -> ApiError:
     """What the client did wrong to make a callback of the parser raise. Raises ``error`` itself
     if it is not the client's fault."""
@@ -51,6 +58,8 @@ def _explained(error: httptools.HttpParserCallbackError) -> ApiError:
         case _HeaderLimitError():
             text = f"Headers are limited to {MAX_HEADERS} lines and {MAX_HEADER_BYTES} bytes"
             return ApiError(431, text)
+        case _SeveralHostsError():
+            return ApiError(400, "The request has more than one Host header")
         # uvicorn reads the target only once all headers are there: no URL, or not ASCII
         case httptools.HttpParserError() | UnicodeDecodeError():
             return ApiError(400, "The request's target is not a valid URL")
@@ -66,6 +75,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._stalled_since: float | None = None  # when unsent bytes were first seen
+        self._cycles: list[RequestResponseCycle] = []  # of requests not answered in full
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,6 +87,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm_header_timer()
         super().connection_lost(exc)
+        # uvicorn tells the newest request alone, which may wait behind the one that runs
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -107,6 +122,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._count_header_bytes(len(name) + len(value))
         if len(self.headers) >= MAX_HEADERS:
             raise _HeaderLimitError
+        if name.lower() == b"host" and any(known == b"host" for known, _ in self.headers):
+            raise _SeveralHostsError
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -114,13 +131,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         # the request's task has not begun to run: it sees the extension
         scope = cast(dict[str, Any], self.scope)
-        scope["extensions"] = {WIRE_EXTENSION: self}
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        has_chunks = scope["http_version"] != "1.0"
+        wire = self if has_chunks else _UnchunkedWire(self, self.cycle)
+        scope["extensions"] = {WIRE_EXTENSION: wire}
 
     # the wire
 
+    def begin(self) -> None:
+        """See Wire."""
+
     def write_chunk(self, payload: bytes) -> bool:
-        """See Wire. What an earlier turn of the event loop could not send still waits in the
-        transport, so its size before this write is what the client has not read."""
+        """See Wire."""
+        return self.write_raw(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def write_raw(self, data: bytes) -> bool:
+        """What an earlier turn of the event loop could not send still waits in the transport, so
+        its size before this write is what the client has not read."""
         transport = self.transport
         if transport.is_closing():
             return False
@@ -130,10 +158,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif not self._keeps_up(waiting):
             self.cut()
             return False
-        transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+        transport.write(data)
         return True
 
     def cut(self) -> None:
+        """See Wire."""
         self.transport.abort()
 
     def _keeps_up(self, waiting: int) -> bool:
@@ -174,3 +203,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         parts = (error.status, _REASONS[error.status], len(body), new_request_id().encode())
         self.transport.write(head % parts + body)
         self.transport.close()
+
+
+class _UnchunkedWire:
+    """The wire of a client that speaks HTTP/1.0, where there are no chunks: the body ends where
+    the connection does."""
+
+    def __init__(self, protocol: LimitedHttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+
+    def begin(self) -> None:
+        """See Wire."""
+        self._cycle.chunked_encoding = False
+        self._cycle.keep_alive = False
+
+    def write_chunk(self, payload: bytes) -> bool:
+        """See Wire."""
+        return self._protocol.write_raw(payload)
+
+    def cut(self) -> None:
+        """See Wire."""
+        self._protocol.cut()

@@ -178,6 +178,7 @@ class EventStream(Response):
 
     async def _run(self, wire: Wire, send: Send) -> None:
         self._wire = wire
+        wire.begin()
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(head)
         self.generation.attach(self._write)

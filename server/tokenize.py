@@ -64,7 +64,7 @@ async def tokenize(
         if len(texts) > MAX_TEXTS:
             raise bad_field("prompt", f"must be at most {MAX_TEXTS} texts, got {len(texts)}")
         special = body.add_special_tokens
-        several = [await tokenizer.encode(t, add_special_tokens=special) for t in texts]
+        several = await tokenizer.encode_several(texts, add_special_tokens=special)
         tokens = several[0] if isinstance(body.prompt, str) else several
     is_batch = isinstance(body, TokenizeBody) and isinstance(body.prompt, list)
     answer = {
@@ -74,7 +74,7 @@ async def tokenize(
     }
     if isinstance(body, TokenizeBody) and body.return_token_strs:
         rows = tokens if is_batch else [tokens]
-        strings = [[_name(tokenizer, token) for token in ids] for ids in rows]
+        strings = await tokenizer.names(rows)
         answer["token_strs"] = strings if is_batch else strings[0]
     return answer
 
@@ -93,10 +93,6 @@ async def detokenize(
         if ids:
             check_ids(ids, info, "tokens")
     skip = body.skip_special_tokens
-    texts = [await tokenizer.decode_in_pool(ids, skip_special_tokens=skip) for ids in rows]
+    texts = await tokenizer.decode_several(rows, skip_special_tokens=skip)
     text: Any = texts if is_batch else texts[0]
     return {"text": text, "prompt": text}
-
-
-def _name(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.token_bytes(token).decode("utf-8", "replace")

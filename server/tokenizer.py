@@ -88,6 +88,18 @@ class Tokenizer:
             self._pool, lambda: self.encode_now(text, add_special_tokens=add_special_tokens)
         )
 
+    async def encode_several(
+        self, texts: list[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """``encode`` of each, off the event loop if they are long together."""
+
+        def work() -> list[list[int]]:
+            return [self.encode_now(t, add_special_tokens=add_special_tokens) for t in texts]
+
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # the batch call is the one that releases the interpreter lock and skips offsets
         [encoding] = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -122,14 +134,27 @@ class Tokenizer:
         text: str = self._raw.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
-    async def decode_in_pool(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        """``decode``, off the event loop if it is long."""
-        if len(tokens) <= INLINE_CHARS:
-            return self.decode(tokens, skip_special_tokens=skip_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, lambda: self.decode(tokens, skip_special_tokens=skip_special_tokens)
-        )
+    async def decode_several(
+        self, rows: list[list[int]], *, skip_special_tokens: bool
+    ) -> list[str]:
+        """``decode`` of each, off the event loop if they are long together."""
+
+        def work() -> list[str]:
+            return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in rows]
+
+        if sum(map(len, rows)) <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def names(self, rows: list[list[int]]) -> list[list[str]]:
+        """What each token stands for, with U+FFFD for parts of characters."""
+
+        def work() -> list[list[str]]:
+            return [[self.token_bytes(t).decode("utf-8", "replace") for t in ids] for ids in rows]
+
+        if sum(map(len, rows)) <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; empty for an id that the vocabulary lacks."""

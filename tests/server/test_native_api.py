@@ -172,7 +172,7 @@ def test_logprobs_from_the_middle_of_the_prompt(http: Any, ids: list[int]) -> No
         ({"text": "a", "sampling_params": {"stop": ""}}, "sampling_params.stop"),
         ({"text": "a", "sampling_params": {"stop_regex": "a+"}}, "sampling_params.stop_regex"),
         ({"text": "a", "sampling_params": {"stop_token_ids": [600]}}, "sampling_params.stop_"),
-        ({"text": "a", "sampling_params": {"n": 9}}, "n"),
+        ({"text": "a", "sampling_params": {"n": 9}}, "sampling_params.n"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "rid": 5}, "rid"),
         ({"text": "a", "stream": "yes"}, "stream"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def test_a_profile_takes_steps_and_no_path(guarded: Any) -> None:
         ({"output_dir": "/tmp"}, "output_dir"),
     ):
         assert start(**fields).json()["error"]["param"] == param
+        # without a content-length, in chunks
+        parts = iter([json.dumps(fields).encode()])
+        headers = {"authorization": "Bearer admin-key", "content-type": "application/json"}
+        answer = httpx.post(guarded.url + "/start_profile", content=parts, headers=headers)
+        assert answer.json()["error"]["param"] == param
 
 
 def test_the_admin_key_opens_everything_else_too(guarded: Any) -> None:
