@@ -22,7 +22,9 @@ def before_call(
     if path in ("/v1/chat/completions", "/v1/completions", "/invocations"):
         _shorten(body, LIMITS)
     if path in ("/generate", "/invocations"):
-        sampling = body.setdefault("sampling_params", {})
+        if body.get("sampling_params") is None:
+            body["sampling_params"] = {}
+        sampling = body["sampling_params"]
         for one in sampling if isinstance(sampling, list) else [sampling]:
             if isinstance(one, dict):
                 _shorten(one, ("max_new_tokens",))
