@@ -40,7 +40,7 @@ if stale "$VENV/.installed" pyproject.toml .ci/constraints.txt .ci/test-model.tx
 fi
 if stale "$AIPERF/.installed" tests/clients/aiperf.txt; then
     echo "Installing into $AIPERF"
-    [[ -x $AIPERF/bin/python ]] || "$PYTHON" -m venv "$AIPERF"
+    [[ -x $AIPERF/bin/python ]] || "$VENV/bin/uv" venv --quiet --python "$PYTHON" "$AIPERF"
     install "$AIPERF" -r tests/clients/aiperf.txt
     touch "$AIPERF/.installed"
 fi
