@@ -112,6 +112,12 @@ def advise(
     return answer(changes, new, reason)
 
 
+def unchanged(advice: Advice, sizes: tuple[int, ...], reason: str) -> Advice:
+    """The same traffic, and advice to leave ``sizes``, which are in force, as they are."""
+    padding, computed = advice.padding, advice.computed
+    return Advice((), sizes, reason, advice.steps, computed, padding, padding, computed)
+
+
 def _additions(
     sizes: tuple[int, ...],
     captured: Mapping[int, Cost],

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from duograph.scheduler.graph_advice import Cost, Use, advise
+from duograph.scheduler.graph_advice import Cost, Use, advise, unchanged
 from duograph.scheduler.messages import EngineInfo, MetricsSnapshot
 from duograph.server.metrics import split_name
 from duograph.server.serving import Serving
@@ -162,7 +162,7 @@ def _advice(
     phase: str, figures: Mapping[str, Any], info: EngineInfo | None, flags: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """None before the engine has told its limits. ``flag`` is a line to copy, empty if there is
-    nothing to change."""
+    nothing to change; ``seconds_added`` and ``nbytes_added`` are the cost of all changes."""
     if info is None:
         return None
     limit = info.max_running_requests
@@ -177,10 +177,14 @@ def _advice(
     if phase == "decode" and flags.get("disable_cuda_graph_padding"):
         # only exact sizes are replayed: each one is needed, and none is padded to
         reason = "padding is off: every size is captured"
-        return {**asdict(advice), "changes": [], "sizes": sorted(captured), "reason": reason,
-                "padding_advised": advice.padding, "computed_advised": advice.computed,
-                "flag": ""}  # fmt: skip
-    return {**asdict(advice), "flag": _flag(phase, advice.sizes, flags) if advice.changes else ""}
+        advice = unchanged(advice, tuple(sorted(captured)), reason)
+    signs = {"add": 1, "drop": -1}
+    return {
+        **asdict(advice),
+        "seconds_added": sum(signs[one.action] * one.cost.seconds for one in advice.changes),
+        "nbytes_added": sum(signs[one.action] * one.cost.nbytes for one in advice.changes),
+        "flag": _flag(phase, advice.sizes, flags) if advice.changes else "",
+    }
 
 
 def _flag(phase: str, sizes: tuple[int, ...], flags: Mapping[str, Any]) -> str:

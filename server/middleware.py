@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -76,7 +77,8 @@ class RequestLog:
                 await send_error(errors.internal(), send_with_id)
         finally:
             self._metrics.response(status)
-            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+            quiet = scope["path"] in _QUIET_PATHS and status != HTTPStatus.UNAUTHORIZED
+            level = logging.DEBUG if quiet else logging.INFO
             logger.log(
                 level,
                 "%s %s %d %.3f s %s",
@@ -133,10 +135,10 @@ class HostCheck:
 
 
 class BearerAuth:
-    """Who may call what: every route but the health ones
-    and the dashboard's files needs one of the keys, if there are any;
-    the admin routes need an admin key and are closed if there is none. An admin key opens
-    everything. Routes that are partly for admins read ``ADMIN_SCOPE`` from the scope."""
+    """Who may call what: every route but the health ones and the dashboard's files needs one of the
+    keys, if there are any; the admin routes need an admin key and are closed if there is none. An
+    admin key opens everything. Routes that are partly for admins read ``ADMIN_SCOPE`` from the
+    scope."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         self._app = app

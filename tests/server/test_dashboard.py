@@ -121,6 +121,7 @@ def test_graphs_gives_advice_with_a_flag_to_copy() -> None:
     assert [(c["action"], c["size"]) for c in advice["changes"]] == [("add", 3)]
     assert advice["changes"][0]["padding_saved"] == 300
     assert advice["changes"][0]["cost"] == {"seconds": 0.25, "nbytes": 50}
+    assert (advice["seconds_added"], advice["nbytes_added"]) == (0.25, 50)
     assert advice["flag"] == "--cuda-graph-bs 1 3 4"
     none = report()["prefill"]["advice"]
     assert none["flag"] == "" and "no graphs" in none["reason"]
@@ -133,8 +134,8 @@ def test_the_flag_raises_a_limit_that_would_refuse_it() -> None:
 
 def test_no_advice_where_every_size_is_needed() -> None:
     advice = report(flags={"disable_cuda_graph_padding": True})["decode"]["advice"]
-    assert advice["changes"] == [] and advice["flag"] == "" and "padding is off" in advice["reason"]
-    assert advice["sizes"] == [1, 4]
+    assert advice["changes"] == () and advice["flag"] == "" and "padding is off" in advice["reason"]
+    assert advice["sizes"] == (1, 4)
 
 
 def test_memory_adds_up_to_the_device() -> None:

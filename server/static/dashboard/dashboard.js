@@ -61,7 +61,15 @@ function table(heads, rows) {
 // Numbers
 
 const count = (value) => Math.round(value).toLocaleString("en");
-const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part === whole ? 0 : 1)} %` : "–");
+
+/** Never 100 or 0 by rounding alone: one step beside thousands still shows. */
+function percent(part, whole) {
+  if (!whole) return "–";
+  if (part === whole || part === 0) return part ? "100 %" : "0 %";
+  const share = (100 * part) / whole;
+  if (share > 99.9) return "> 99.9 %";
+  return share < 0.1 ? "< 0.1 %" : `${share.toFixed(1)} %`;
+}
 
 function bytes(value) {
   if (value >= 2 ** 30) return `${(value / 2 ** 30).toFixed(2)} GiB`;
@@ -234,8 +242,9 @@ function drawAdvice(page, name, unit) {
       h("td", {}, `${change.action === "add" ? "about +" : "−"}${seconds(change.cost.seconds)}`),
       h("td", {}, `${change.action === "add" ? "about +" : "−"}${bytes(change.cost.nbytes)}`)));
     return [
-      h("p", {}, `${count(advice.steps)} steps seen. Padding now ${before}, as advised ${after}.`),
-      h("div", { class: "scroll" }, table(["change", `${unit} of padding, steps`, "start", "memory"], rows)),
+      h("p", {}, `${count(advice.steps)} steps seen. Padding now ${before}, as advised ${after}; ` +
+        `start ${signed(advice.seconds_added, seconds)}, memory ${signed(advice.nbytes_added, bytes)}.`),
+      table(["change", `${unit} of padding, steps`, "start", "memory"], rows),
     ];
   });
   const box = byId(`flag-${name}`), flag = advice ? advice.flag : "";
@@ -243,6 +252,8 @@ function drawAdvice(page, name, unit) {
   const field = box.querySelector("input");
   if (field.value !== flag) field.value = flag;
 }
+
+const signed = (value, format) => `${value < 0 ? "−" : "+"}${format(Math.abs(value))}`;
 
 function gain(change, unit) {
   if (change.steps_gained) return `${count(change.steps_gained)} eager steps become replays`;
