@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,10 @@ from duograph.scheduler.graph_metrics import graph_metrics
 from duograph.scheduler.last_use import LastUse
 from duograph.scheduler.messages import EngineInfo, EngineStatus
 from duograph.scheduler.stats import SchedulerStats, snapshot
+from duograph.server.arg_checks import check_together
+from duograph.server.args import parse_serve
 from duograph.server.graph_report import graphs
+from duograph.server.options import UsageError
 from duograph.tests.scheduler.driver import Driver
 from duograph.tests.scheduler.test_stats import GRAPH_STATS
 
@@ -130,6 +134,16 @@ def test_graphs_gives_advice_with_a_flag_to_copy() -> None:
 def test_the_flag_raises_a_limit_that_would_refuse_it() -> None:
     page = report(flags={"cuda_graph_max_bs": 4}, rows=6)
     assert page["decode"]["advice"]["flag"] == "--cuda-graph-bs 1 4 6 --cuda-graph-max-bs 6"
+
+
+def test_the_command_line_takes_the_flag_as_it_is_copied() -> None:
+    given = ["--cuda-graph-max-bs", "4"]
+    flag = report(flags={"cuda_graph_max_bs": 4}, rows=6)["decode"]["advice"]["flag"]
+    config = parse_serve([*given, *shlex.split(flag)], {})
+    assert config.runner.graph.cuda_graph_bs == (1, 4, 6)
+    assert list(check_together(config)) == []
+    with pytest.raises(UsageError, match="cuda-graph-max-bs"):
+        check_together(parse_serve([*given, "--cuda-graph-bs", "1", "4", "6"], {}))
 
 
 def test_no_advice_where_every_size_is_needed() -> None:

@@ -211,8 +211,11 @@ function drawTable(page, name, unit) {
     .map(([size, one]) => [Number(size), one]).sort((a, b) => a[0] - b[0]);
   const dropped = page[name].dropped || [];
   const shown = entries.map(([size, one]) => [size, one, one.last_used ? ago(one.last_used) : ""]);
-  draw(`table-${name}`, [shown, dropped], () => {
-    if (!entries.length) return [h("p", { class: "note" }, "No graphs in this phase.")];
+  const told = "weights" in page.memory;
+  draw(`table-${name}`, [shown, dropped, told], () => {
+    if (!entries.length && !dropped.length) {
+      return [h("p", { class: "note" }, told ? "No graphs in this phase." : "Not captured yet.")];
+    }
     const row = ([size, one, used]) => {
       const padding = h("td", {}, percent(one.padded || 0, (one.padded || 0) + (one.real || 0)));
       if (one.replays) padding.append(meter(one.padded, one.padded + one.real));
