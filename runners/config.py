@@ -51,6 +51,7 @@ MEMORY_GROUP = "Memory & scheduling"
 MODEL_GROUP = "Model"
 ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch")
 DEBUG_GROUP = "Debug"
+MAX_ROWS = 65_536  # of one decode step: buffers and schedules are made for so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +59,18 @@ class GraphConfig:
     """Both graph runners. On CPU the same runners work on recorded graphs."""
 
     cuda_graph_max_bs: int | None = option(
-        None, "largest decode batch size to capture", group=DECODE_GROUP, minimum=1
+        None,
+        "largest decode batch size to capture",
+        group=DECODE_GROUP,
+        minimum=1,
+        maximum=MAX_ROWS,
     )
     cuda_graph_bs: tuple[int, ...] | None = option(
-        None, "exact decode batch sizes to capture", group=DECODE_GROUP, minimum=1
+        None,
+        "exact decode batch sizes to capture",
+        group=DECODE_GROUP,
+        minimum=1,
+        maximum=MAX_ROWS,
     )
     disable_cuda_graph: bool = option(False, "run decode without graphs", group=DECODE_GROUP)
     disable_cuda_graph_padding: bool = option(
@@ -157,7 +166,11 @@ class RunnerConfig:
         maximum=0.99,
     )
     max_running_requests: int | None = option(
-        None, "most requests that run at once", group=MEMORY_GROUP, minimum=1
+        None,
+        "most requests that run at once",
+        group=MEMORY_GROUP,
+        minimum=1,
+        maximum=MAX_ROWS,
     )
     max_total_tokens: int | None = option(
         None,

@@ -165,10 +165,12 @@ def _from_file(path: Path, known: Sequence[Option]) -> _Sourced:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"--config: cannot read {path}: {reason}") from error
     try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        content = tomllib.loads(text) if path.suffix == ".toml" else _of_yaml(text)
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"--config: {path} cannot be parsed: {reason}") from error
+    except RecursionError as error:
+        raise UsageError(f"--config: {path} cannot be parsed: nested too deeply") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -181,10 +183,23 @@ def _from_file(path: Path, known: Sequence[Option]) -> _Sourced:
         if option is None:
             hint = did_you_mean(str(key), list(by_key))
             raise UsageError(f"--config: {path} has the unknown key {key!r}{hint}")
+        if option.name in found:
+            raise UsageError(f"--config: {path} has {option.flag} twice, also as {key!r}")
         if value is not None:
             origin = f"{key} in {path}"
             found[option.name] = (convert(option, value, origin), origin)
     return found
+
+
+def _of_yaml(text: str) -> Any:
+    """Raises yaml.YAMLError, or ValueError for a key that is there twice: the library takes the
+    last one."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"the key {key!r} is there twice")
+    return yaml.safe_load(text)
 
 
 def _build(values: dict[str, Any], origins: dict[str, str], notes: tuple[str, ...]) -> ServeConfig:

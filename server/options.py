@@ -20,6 +20,9 @@ ENV_PREFIX = "DUOGRAPH_"
 # duograph would set the plain name.
 ENV_NAMES = {"port": "DUOGRAPH_HTTP_PORT"}
 
+# no count of anything here is larger, and no array is made for a slip of the keyboard
+MAX_INT = 2**31 - 1
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -112,6 +115,8 @@ def _checked(option: Option, value: Any, origin: str) -> Any:
             f"{origin} must be one of {', '.join(meta['choices'])}, got {value!r}{hint}"
         )
     low, high = meta["minimum"], meta["maximum"]
+    if high is None and option.kind is int and value > MAX_INT:
+        high = MAX_INT
     if (low is not None and value < low) or (high is not None and value > high):
         if low is None or high is None:
             bound = f"at least {low}" if high is None else f"at most {high}"

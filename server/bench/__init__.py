@@ -10,7 +10,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from duograph.runners.config_file import ModelError as ConfigFileError
 from duograph.scheduler.exit_codes import ExitCode
+from duograph.server.model_cache import ModelError
 from duograph.server.options import UsageError, did_you_mean
 
 KINDS = {
@@ -40,7 +42,11 @@ def main(arguments: Sequence[str]) -> int:
         hint = did_you_mean(arguments[0], list(KINDS))
         raise UsageError(f"unknown benchmark {arguments[0]!r}{hint}; duograph bench --help")
     module = importlib.import_module(f"duograph.server.bench.{KINDS[arguments[0]][0]}")
-    code: int = module.main(list(arguments[1:]))
+    try:
+        code: int = module.main(list(arguments[1:]))
+    except (ConfigFileError, ModelError) as error:
+        print(f"duograph bench {arguments[0]}: error: {error}", file=sys.stderr)
+        return ExitCode.MODEL
     return code
 
 

@@ -21,9 +21,15 @@ import time
 
 import psutil
 
+from duograph.scheduler.exit_codes import ExitCode
+
 START_TIMEOUT_S = 240.0
 SAMPLES = 10
 LISTENING = re.compile(rb"http://127\.0\.0\.1:(\d+)")
+
+
+class SoakError(RuntimeError):
+    """The server could not be started; one sentence."""
 
 
 def main(arguments: list[str]) -> int:
@@ -38,6 +44,9 @@ def main(arguments: list[str]) -> int:
     try:
         port = _port_when_ready(server)
         grown = _soak(options, port, psutil.Process(server.pid))
+    except SoakError as error:
+        print(f"duograph bench soak: error: {error}", file=sys.stderr)
+        return ExitCode.INTERNAL
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
@@ -48,13 +57,14 @@ def main(arguments: list[str]) -> int:
 def _port_when_ready(server: subprocess.Popen[bytes]) -> int:
     """Reads the log until the server listens, then polls /ready; a thread drains the rest."""
     assert server.stdout is not None
-    port = 0
+    port, line = 0, b""
     for line in server.stdout:
         if found := LISTENING.search(line):
             port = int(found.group(1))
             break
     if not port:
-        raise RuntimeError(f"the server ended with exit code {server.wait()}")
+        last = line.decode(errors="replace").strip()
+        raise SoakError(f"the server ended with exit code {server.wait()}: {last}")
     threading.Thread(target=server.stdout.read, daemon=True).start()
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:
@@ -68,7 +78,7 @@ def _port_when_ready(server: subprocess.Popen[bytes]) -> int:
         finally:
             connection.close()
         time.sleep(0.2)
-    raise RuntimeError("the server did not become ready")
+    raise SoakError("the server did not become ready")
 
 
 def _soak(options: argparse.Namespace, port: int, supervisor: psutil.Process) -> float:

@@ -136,7 +136,7 @@ def test_other_servers_spellings_work_and_are_pointed_out() -> None:
         ("--max-queue 0", ["--max-queue must be at least 1, got 0"]),
         ("--mem-fraction-static nan", ["--mem-fraction-static must be finite"]),
         ("--mem-fraction-static 1.5", ["--mem-fraction-static must be between 0.01 and 0.99"]),
-        ("--cuda-graph-bs 4 0", ["--cuda-graph-bs must be at least 1, got 0"]),
+        ("--cuda-graph-bs 4 0", ["--cuda-graph-bs must be between 1 and 65536, got 0"]),
         ("--cuda-graph-bs 4 x", ["--cuda-graph-bs must be a whole number, got 'x'"]),
         ("--dtype bfloat", ["--dtype must be one of", "did you mean bfloat16?"]),
         ("--cuda-graph-bs 8 --cuda-graph-max-bs 4", ["--cuda-graph-bs has 8", "-max-bs 4"]),

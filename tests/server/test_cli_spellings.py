@@ -163,3 +163,39 @@ def test_print_config_refuses_what_serve_would_refuse(capsys: pytest.CaptureFixt
     flags = ["--cuda-graph-bs", "9", "--cuda-graph-max-bs", "4"]
     assert main(["serve", *flags, "--print-config"]) == 2
     assert "--cuda-graph-bs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("port: 1\nport: 2\n", "'port' is there twice"),
+        ("port: 1\nport:\n", "'port' is there twice"),
+        ("max_queue: 1\nmax-queue: 2\n", "max-queue twice"),
+        ("model: a\nmodel-path: b\n", "model-path twice"),
+        ("port: " + "[" * 3000, "nested too deeply"),
+        ("max-queue: 3000000000\n", "between 1 and 2147483647"),
+        ("cuda-graph-max-bs: 70000\n", "between 1 and 65536"),
+    ],
+)
+def test_what_a_configuration_file_cannot_mean_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, named: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert main(["serve", "--config", str(file), "--print-config"]) == 2
+    error = capsys.readouterr().err
+    assert named in error and str(file) in error and len(error.splitlines()) == 1
+
+
+def test_a_plan_for_a_slip_of_the_keyboard_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu", "h200", "--cuda-graph-max-bs", "9" * 20]
+    assert main(["plan", *flags]) == 2
+    assert "--cuda-graph-max-bs must be between 1 and 65536" in capsys.readouterr().err
+
+
+def test_a_benchmark_without_its_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "--model-path", "/does/not/exist"]) == 3
+    assert capsys.readouterr().err.startswith("duograph bench engine: error: /does/not/exist")
+    assert main(["bench", "soak", "/does/not/exist"]) == 1
+    error = capsys.readouterr().err
+    assert "exit code 3" in error and "/does/not/exist" in error
