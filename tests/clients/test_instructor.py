@@ -13,7 +13,7 @@ from duograph.tests.clients.conftest import MODEL
 from duograph.tests.e2e.server_process import ServerProcess
 
 MESSAGES: Any = [{"role": "user", "content": "Anna is 31 years old and happy."}]
-MODES = [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT]
+MODES = [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA]
 
 
 class Address(BaseModel):

@@ -76,3 +76,9 @@ def test_a_conversation_is_continued(llm: Command) -> None:
 def test_the_completion_form_goes_on_with_a_text(llm: Command) -> None:
     options = ["-m", "smol-text", "-o", "temperature", "0", "-o", "max_tokens", "4"]
     assert llm("1, 2, 3,", *options).stdout.startswith(" 4")
+
+
+def test_tools_may_be_offered(llm: Command) -> None:
+    options = ["-m", "smol", "-o", "temperature", "0", "-o", "max_tokens", "12"]
+    for stream in ([], ["--no-stream"]):
+        assert llm("Which version is it?", "-T", "llm_version", *options, *stream).stdout.strip()
