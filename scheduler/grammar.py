@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from duograph.scheduler.grammar_tokenizer import SpelledTokens
 from duograph.scheduler.messages import Grammar
 
 if TYPE_CHECKING:
@@ -93,8 +94,9 @@ class GrammarLibrary:
             verbose_errors=False,
         )
         try:
+            self._tokens = SpelledTokens.of((folder / "tokenizer.json").read_text(encoding="utf-8"))
             self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
-                (folder / "tokenizer.json").read_text(encoding="utf-8"),
+                self._tokens.document,
                 n_vocab=vocab_size,
                 eos_token=list(eos_token_ids) or None,
             )
@@ -107,6 +109,7 @@ class GrammarLibrary:
         if len(grammar.text.encode()) > limit:
             raise GrammarError(f"{grammar.param}: the grammar is longer than {limit} bytes")
         text = _as_library_text(grammar)
+        text = self._with_ids(text)
         if _FATAL_NUMBER.search(text):
             raise GrammarError(f"{grammar.param}: whole numbers must be greater than -9e18")
         matcher, problem = self._build(text)
@@ -117,6 +120,16 @@ class GrammarLibrary:
             if found:
                 raise GrammarError(found)
         raise GrammarError(f"{grammar.param}: {_brief(problem)}")
+
+    def _with_ids(self, text: str) -> str:
+        """A document whose Lark grammars name no special token, see grammar_tokenizer.py."""
+        if not any(name in text for name in self._tokens.ids):
+            return text
+        document = json.loads(text)
+        for one in document["grammars"]:
+            if "lark_grammar" in one:
+                one["lark_grammar"] = self._tokens.in_lark(one["lark_grammar"])
+        return json.dumps(document)
 
     def _build(self, text: str) -> tuple[LLMatcher, str]:
         """A matcher at the start, its first mask computed, and what is wrong with it."""

@@ -218,3 +218,37 @@ def test_thirty_fields_compile_in_fifty_milliseconds(library: GrammarLibrary) ->
 def test_a_folder_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match="tokenizer"):
         GrammarLibrary(tmp_path, vocab_size=10, eos_token_ids=[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"structured_outputs": {"choice": ["a<|end|>b"]}}, "a<|end|>b"),
+        ({"structured_outputs": {"choice": ["<|unk|>"]}}, "<|unk|>"),
+        ({"json_schema": {"const": "<|end|>"}}, '"<|end|>"'),
+        ({"regex": "x<\\|end\\|>y"}, "x<|end|>y"),
+        ({"guided_grammar": 'start: "<|end|>" // <|end|>\n'}, "<|end|>"),
+    ],
+)
+def test_the_spelling_of_a_special_token_is_text(
+    library: GrammarLibrary, fields: Any, text: str
+) -> None:
+    walk = library.compile(wanted(**fields)).start()
+    written = b""
+    while (tokens := allowed(walk)) != {EOS}:
+        assert not tokens & {0, EOS}
+        token = min(tokens)
+        written += _bytes_of_token(library, token)
+        walk.consume(token)
+    assert written.decode() == text
+
+
+def test_a_lark_grammar_may_name_a_special_token(library: GrammarLibrary) -> None:
+    walk = library.compile(wanted(guided_grammar='start: <|unk|> "y"')).start()
+    assert allowed(walk) == {0}
+    walk.consume(0)
+    assert EOS not in allowed(walk)
+
+
+def _bytes_of_token(library: GrammarLibrary, token: int) -> bytes:
+    return bytes(library._tokenizer.decode_bytes([token]))
