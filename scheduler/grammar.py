@@ -27,6 +27,8 @@ _MAX_ERROR_CHARS = 300
 # llguidance 1.9.1 recurses without end, and the process dies, on a constant so close to the
 # least 64-bit integer
 _FATAL_NUMBER = re.compile(r"-9[0-9]{18}(?![0-9])")
+# what llguidance says of a grammar that can neither go on nor end at its first token
+_NO_TEXT = ("NoExtensionBias", "NoExtension")
 _LOCATE_COMPILES = 200  # of subschemas, to find the one that is wrong
 
 
@@ -258,6 +260,8 @@ def _brief(problem: str) -> str:
     one further down."""
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
     first = lines[0] if lines else "no reason given"
+    if first in _NO_TEXT:
+        return "no text satisfies it"
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     text = " ".join([first, *reasons[:1]])
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "..."

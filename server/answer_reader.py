@@ -49,6 +49,11 @@ class AnswerReader:
     def calls(self) -> int:
         return 0 if self._tools is None else self._tools.calls
 
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether there are calls and all of them are whole, once the text has been flushed."""
+        return self._tools is not None and self._tools.calls > 0 and not self._tools.is_cut
+
     def push(self, text: str) -> list[Delta]:
         if not self._splits:
             return self._words(text)

@@ -65,7 +65,7 @@ def _message(choice: Choice, text: str) -> dict[str, Any]:
         return head
     reader = AnswerReader(choice.plan.reader)
     parts = joined([*reader.push(text), *reader.flush()])
-    if reader.calls and choice.finish_reason == "stop":
+    if reader.ends_with_calls and choice.finish_reason == "stop":
         choice.finish_reason = "tool_calls"
     return head | parts
 

@@ -33,6 +33,6 @@ class ReadingStream(ChunkStream):
         deltas: list[Delta] = reader.push(text) if text else []
         if choice.finish_reason is not None:
             deltas += reader.flush()
-            if reader.calls and choice.finish_reason == "stop":
+            if reader.ends_with_calls and choice.finish_reason == "stop":
                 choice.finish_reason = "tool_calls"
         return b"".join([self.chunks.delta(choice, delta, self.generation) for delta in deltas])

@@ -47,9 +47,11 @@ Event = Content | CallStart | CallArguments
 
 
 class ToolReader(Protocol):
-    """One choice's answer. ``calls`` counts those that have begun."""
+    """One choice's answer. ``calls`` counts those that have begun; ``is_cut`` says that one of
+    them has ended before its end."""
 
     calls: int
+    is_cut: bool
 
     def push(self, text: str) -> list[Event]: ...
 
@@ -71,6 +73,7 @@ class _Calls:
 
     def __init__(self, names: Set[str], *, parallel: bool) -> None:
         self.calls = 0
+        self.is_cut = False
         self._names = names
         self._parallel = parallel
         self._scanner: CallScanner | None = None
@@ -112,6 +115,7 @@ class _Calls:
     def _unread(self) -> str:
         """The text of a call that is none; empty if it has been told of already."""
         self._scanner = None
+        self.is_cut |= self._started
         return "" if self._started else "".join(self._raw)
 
     def _last_words(self, text: str) -> list[Event]:
@@ -163,6 +167,7 @@ class HermesReader(_Calls):
         except NotACall:
             self._finder = MarkFinder(HERMES_OPEN)
             if self._started:  # it cannot be taken back: what follows of it is dropped
+                self.is_cut = True
                 self._scanner, self._closer = None, MarkFinder(HERMES_CLOSE)
             else:
                 events += self._words(self._unread())
@@ -227,6 +232,7 @@ class LlamaReader(_Calls):
     def _drop(self) -> str:
         """A call that has been told of cannot be taken back: what follows of it is dropped."""
         self._scanner = None
+        self.is_cut = True
         return ""
 
     def flush(self) -> list[Event]:

@@ -252,3 +252,9 @@ def test_a_lark_grammar_may_name_a_special_token(library: GrammarLibrary) -> Non
 
 def _bytes_of_token(library: GrammarLibrary, token: int) -> bytes:
     return bytes(library._tokenizer.decode_bytes([token]))
+
+
+@pytest.mark.parametrize("fields", [{"json_schema": {"$ref": "#"}}, {"regex": "[^\\s\\S]"}])
+def test_a_grammar_without_a_text_says_so(library: GrammarLibrary, fields: Any) -> None:
+    with pytest.raises(GrammarError, match="no text satisfies it"):
+        library.compile(wanted(**fields))

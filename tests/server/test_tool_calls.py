@@ -171,6 +171,14 @@ def test_the_length_of_an_answer_ends_a_call_where_it_is(echo_client: openai.Ope
         assert all(PARIS.startswith(arguments) for _, arguments in message["calls"])
 
 
+def test_a_stop_string_within_a_call_is_no_call_to_be_made(echo_client: openai.OpenAI) -> None:
+    fields = {"messages": says(hermes("get_weather", PARIS)), "tools": TOOLS, "stop": [PARIS[-2:]]}
+    for answer in (streamed, whole):
+        message, reason = answer(echo_client, **fields)
+        assert reason == "stop"
+        assert message["calls"] == [("get_weather", PARIS[:-2])]
+
+
 def test_calls_in_llama_style_are_known_by_the_template(
     new_server: Callable[..., RunningServer], model_folder: Path, tmp_path: Path
 ) -> None:
