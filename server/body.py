@@ -4,6 +4,7 @@ and parsed strictly. Knows HTTP headers, bytes and JSON; knows no field."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from itertools import islice
@@ -19,11 +20,19 @@ MAX_JSON_DEPTH = 64
 # process waits: what MAX_MESSAGES of text parts need and some more, read in tenths of a second.
 MAX_JSON_PARTS = 100_000
 BODY_IDLE_S = 10.0  # without a byte
+# A client that is still sending when the connection is closed sees a reset instead of the answer:
+# so much more of a body that is too large is read and dropped before it.
+DISCARD_BYTES = 64 * 1024 * 1024
+DISCARD_S = 5.0
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
     """Raises ApiError 408, 413 or 415."""
-    _check_headers(request, max_bytes)
+    _check_headers(request)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        await _discard(request, int(length[:20]))
+        raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -39,25 +48,36 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
+            await _discard(request)
             raise _too_large(max_bytes)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def _check_headers(request: Request, max_bytes: int) -> None:
+async def _discard(request: Request, length: int = 0) -> None:
+    """The rest of the body, unless it is too long for that or has not been begun."""
+    if length > DISCARD_BYTES or "expect" in request.headers:
+        return
+    left = DISCARD_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await request.receive()
+                if not message.get("more_body", False):
+                    return
+                left -= len(message["body"])
+
+
+def _check_headers(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "The body must be sent with content-type: application/json")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "Compressed bodies are not accepted")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > max_bytes:
-        raise _too_large(max_bytes)
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # the rest of the body is not worth reading
     return ApiError(
         413, f"The body is larger than {max_bytes} bytes", headers={"connection": "close"}
     )

@@ -63,6 +63,15 @@ def test_others_are_served_while_a_large_body_is_refused(http: httpx.Client) -> 
     assert http.post("/v1/completions", json={"prompt": "The"}).status_code == 200
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_too_much_gets_the_answer_and_no_reset(server: Any, chunked: bool) -> None:
+    body = b'{"prompt": "' + b"a" * 12_000_000 + b'"}'
+    content = iter([body[i : i + 65536] for i in range(0, len(body), 65536)]) if chunked else body
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(server.url + "/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 413 and "larger than 4194304" in answer.json()["error"]["message"]
+
+
 def test_two_hosts_are_one_too_many(server: Any) -> None:
     answer = exchange(
         server.port, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nhost: localhost\r\n\r\n"
