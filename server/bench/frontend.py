@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from duograph.server.tokenizer import Tokenizer
 
 START_TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 300.0
+LOG_FILE = "frontend.log"
 RATES = (12_000.0, 25_000.0, 50_000.0, 100_000.0)
 
 _TABLE_HEAD = (
@@ -51,6 +53,7 @@ class BenchFrontendConfig:
     streams: int = 256
     tokens: int = 256  # per stream
     rate: float = 12_000.0
+    observed: bool = True  # metrics counted and every request logged, as a server does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ def bench_frontend(config: BenchFrontendConfig) -> BenchFrontendResult:
                 children.append(_start_engine(config, run_dir, cores[-1]))
                 children.append(_start_frontend(config, run_dir, listener, cores[0]))
             frontend = psutil.Process(children[1].pid)
-            _wait_for_health(port, children[1])
+            _wait_for_health(port, children[1], Path(run_dir, LOG_FILE))
             return _measure(config, port, frontend, cores[-1])
         finally:
             for child in children:
@@ -107,7 +110,7 @@ def _start_frontend(
     config: BenchFrontendConfig, run_dir: str, listener: socket.socket, core: int
 ) -> subprocess.Popen[bytes]:
     document = FrontendConfig(
-        http=HttpConfig(log_level="warning"),
+        http=HttpConfig(log_level="info" if config.observed else "warning"),
         run_dir=run_dir,
         index=0,
         listen_fd=listener.fileno(),
@@ -119,8 +122,12 @@ def _start_frontend(
     try:
         os.write(config_fd, msgspec.json.encode(document))
         os.lseek(config_fd, 0, os.SEEK_SET)
-        command = ["-m", "duograph.server.frontend", "--config-fd", str(config_fd)]
-        return _on_core(core, command, (config_fd, listener.fileno()))
+        module = "duograph.server.frontend"
+        if not config.observed:
+            module = "duograph.server.bench.blind_frontend"
+        command = ["-m", module, "--config-fd", str(config_fd)]
+        with open(Path(run_dir, LOG_FILE), "wb") as log:
+            return _on_core(core, command, (config_fd, listener.fileno()), stderr=log)
     finally:
         os.close(config_fd)
 
@@ -133,7 +140,7 @@ def _on_core(
     return child
 
 
-def _wait_for_health(port: int, frontend: subprocess.Popen[bytes]) -> None:
+def _wait_for_health(port: int, frontend: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and frontend.poll() is None:
         try:
@@ -141,7 +148,8 @@ def _wait_for_health(port: int, frontend: subprocess.Popen[bytes]) -> None:
                 return
         except OSError:
             time.sleep(0.05)
-    raise RuntimeError("the frontend did not become healthy")
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    raise RuntimeError(f"the frontend did not become healthy: {' '.join(last) or 'no word'}")
 
 
 def _measure(
@@ -212,6 +220,19 @@ def _print_row(result: BenchFrontendResult) -> None:
     )
 
 
+def _print_cost(config: BenchFrontendConfig, rounds: int) -> None:
+    """CPU time and not tokens/s: the offered rate bounds those, and a busy machine moves them."""
+    with_s, without_s = [], []
+    for _ in range(rounds):
+        with_s.append(bench_frontend(config).cpu_us_per_token)
+        without_s.append(bench_frontend(replace(config, observed=False)).cpu_us_per_token)
+    seen, blind = statistics.median(with_s), statistics.median(without_s)
+    print(
+        f"CPU us a token, median of {rounds}: {seen:.2f} with metrics and log, {blind:.2f} without"
+    )
+    print(f"cost {100 * (seen / blind - 1):+.1f} %")
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="duograph bench frontend", description=__doc__)
     parser.add_argument("--model", default="", help="model folder; empty = the default model")
@@ -219,6 +240,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="per stream")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="tokens/s offered")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument(
+        "--cost-of-metrics",
+        type=int,
+        metavar="ROUNDS",
+        help="instead: CPU per token with metrics and access log against without, in turns",
+    )
     options = parser.parse_args(arguments)
     folder = Path(options.model)
     if not options.model:
@@ -226,6 +253,9 @@ def main(arguments: list[str]) -> int:
     config = BenchFrontendConfig(
         model_folder=str(folder), streams=options.streams, tokens=options.tokens
     )
+    if options.cost_of_metrics:
+        _print_cost(replace(config, rate=options.rates[0]), options.cost_of_metrics)
+        return 0
     if not options.json:
         print(f"one frontend process, {config.streams} streams of {config.tokens} tokens")
         for line in _TABLE_HEAD:

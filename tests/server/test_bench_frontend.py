@@ -11,13 +11,14 @@ from duograph.server.bench.frontend import BenchFrontendConfig, bench_frontend
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("observed", [True, False])
 def test_every_text_is_checked_and_the_figures_are_there(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, observed: bool
 ) -> None:
     source = str(Path(__file__).resolve().parents[2] / ".src")
     monkeypatch.setenv("PYTHONPATH", source + os.pathsep + os.environ.get("PYTHONPATH", ""))
     config = BenchFrontendConfig(
-        model_folder=str(model_folder), streams=8, tokens=200, rate=2_000.0
+        model_folder=str(model_folder), streams=8, tokens=200, rate=2_000.0, observed=observed
     )
     result = bench_frontend(config)
     assert result.wrong_texts == 0
