@@ -258,11 +258,14 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, tiny_model: Path) -> 
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--max-total-tokens", "9000000000000"), ("--max-running-requests", "9000000000")],
+    [("--max-total-tokens", "2000000000"), ("--max-running-requests", "65536")],
 )
 def test_too_little_memory_is_exit_code_4_and_names_a_flag(
-    tmp_path: Path, arguments: list[str], flag: str, value: str
+    tmp_path: Path, tiny_model: Path, flag: str, value: str
 ) -> None:
+    """A terabyte of keys, or 262 GB of one table: a row of it is a vocabulary long."""
+    folder = copied_model(tiny_model, tmp_path / "model", vocab_size=4_000_000, hidden_size=16)
+    arguments = [str(folder), "--load-format", "dummy", "--port", "0", *NO_GRAPHS]
     with ServerProcess([*arguments, flag, value], tmp_path) as server:
         assert server.wait(60) == 4, server.log()
         assert flag in server.log().replace("\n", " ")
