@@ -86,6 +86,7 @@ def bench_frontend(config: BenchFrontendConfig) -> BenchFrontendResult:
                 children.append(_start_frontend(config, run_dir, listener, cores[0]))
             frontend = psutil.Process(children[1].pid)
             _wait_for_health(port, children[1], Path(run_dir, LOG_FILE))
+            _wait_until_idle(frontend)
             return _measure(config, port, frontend, cores[-1])
         finally:
             for child in children:
@@ -150,6 +151,18 @@ def _wait_for_health(port: int, frontend: subprocess.Popen[bytes], log: Path) ->
             time.sleep(0.05)
     last = log.read_text(errors="replace").strip().splitlines()[-1:]
     raise RuntimeError(f"the frontend did not become healthy: {' '.join(last) or 'no word'}")
+
+
+def _wait_until_idle(frontend: psutil.Process) -> None:
+    """Until it has made what it prepares in the background. A server has loaded its model by then;
+    here the first requests would share a core with it."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        before = sum(frontend.cpu_times()[:2])
+        time.sleep(0.5)
+        if sum(frontend.cpu_times()[:2]) - before <= 0.02:  # its beat, and the clock's grain
+            return
+    raise RuntimeError("the frontend does not come to rest")
 
 
 def _measure(
