@@ -13,8 +13,8 @@ from duograph.server.args import options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# of the command itself, of `duograph plan`, and of docker
-OTHER_FLAGS = {"--help", "--config", "--print-config", "--gpu"}
+# of the command itself, of `duograph plan` and `bench`, and of docker
+OTHER_FLAGS = {"--help", "--config", "--print-config", "--gpu", "--cost-of-metrics"}
 DOCKER_FLAGS = {"--target", "--build-arg", "--profile"}
 
 
