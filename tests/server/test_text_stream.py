@@ -182,4 +182,5 @@ def test_stop_matching_is_linear_on_the_worst_text() -> None:
         return best
 
     seconds(2_000)
-    assert seconds(100_000) / seconds(50_000) < 2.6
+    # linear is 8, quadratic 64: a busy machine cannot blur that
+    assert seconds(200_000) / seconds(25_000) < 24
