@@ -141,14 +141,11 @@ class CudaGraphRunner:
             return "not_captured"
         return None
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        return self.refusal(batch) is None
-
     def run(self, batch: ForwardBatch) -> ForwardOutput:
-        """Replays the smallest graph that holds ``batch``; see ``can_run``."""
+        """Replays the smallest graph that holds ``batch``; see ``refusal``."""
         real = batch.batch_size
         size = padded_size(self.sizes, real)
-        assert size is not None, "can_run() was not asked"
+        assert size is not None, "refusal() was not asked"
         entry = self._entries[size]
         buffers = self._parts.buffers
         self._parts.table.apply(batch)

@@ -119,11 +119,8 @@ class PiecewiseCudaGraphRunner:
             return "too_large"
         return None
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        return self.refusal(batch) is None
-
     def run(self, batch: ForwardBatch) -> ForwardOutput:
-        """Runs the smallest level that holds ``batch``; see ``can_run``. The first piece needs
+        """Runs the smallest level that holds ``batch``; see ``refusal``. The first piece needs
         the tokens only and is launched before anything else is prepared; what only the sampler
         needs comes last.
 
@@ -133,7 +130,7 @@ class PiecewiseCudaGraphRunner:
         check_extend(batch)
         parts, real = self._parts, batch.num_tokens
         size = padded_size(self.sizes, real)
-        assert size is not None, "can_run() was not asked"
+        assert size is not None, "refusal() was not asked"
         level = self._levels[size]
         parts.buffers.load_extend(batch, size)
         with torch.no_grad(), use_context(level.context):

@@ -120,7 +120,7 @@ def replay_and_eager(
     decode = batch.mode is ForwardMode.DECODE
     runner = decode_runner(worker) if decode else prefill_runner(worker)
     eagerly = _decode_eagerly if decode else _extend_eagerly
-    assert runner.can_run(batch)
+    assert runner.refusal(batch) is None
     with torch.no_grad(), on_stream(worker):
         parts.table.apply(batch)
         before = snapshot(parts)
