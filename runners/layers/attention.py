@@ -119,7 +119,7 @@ def decode_rows() -> int:
 def decodes_in_one_op() -> bool:
     """Whether this is a decode step that its backend does faster in one launch; traced as
     ``decode_rows``."""
-    rows = decode_rows()
+    rows: int = decode_rows()
     if not rows:
         return False
     # FusedDecode's; no isinstance, for the reason given in attention()
