@@ -11,11 +11,15 @@ writes, before it waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from duograph.kernels.launch import Launcher
+from duograph.kernels.pdl import pdl_options
 
 MAX_ROWS = 4
 
@@ -67,31 +71,43 @@ def fused_gemv(
     _check(x, weight, norm_weight, gated, residual)
     rows = x.shape[0]
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    tile = tile or default_tile(k, norm=norm_weight is not None)
-    block_n = max(1, tile.block_n // 2) if gated else tile.block_n
-    # The norm needs the whole row before the first product; the others may walk along it.
-    block_k = triton.next_power_of_2(k) if norm_weight is not None or k <= 4096 else 2048
-    _gemv_kernel[(triton.cdiv(width, block_n),)](
-        x,
-        weight,
-        x if norm_weight is None else norm_weight,
-        x if residual is None else residual,
-        out,
-        eps,
-        N=width,
-        K=k,
-        ROWS=rows,
-        ROWS_P2=triton.next_power_of_2(rows),
-        NORM=norm_weight is not None,
-        GATED=gated,
-        RESIDUAL=residual is not None,
-        PDL=pdl,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=tile.num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+    norm, add = norm_weight is not None, residual is not None
+    blocks = _blocks(width, k, rows, norm, gated, tile)
+    constexprs = (width, k, rows, blocks.rows, norm, gated, add, pdl, blocks.n, blocks.k)
+    first = x if norm_weight is None else norm_weight  # not read without
+    last = x if residual is None else residual
+    _launch_gemv(
+        blocks.grid,
+        (x, weight, first, last, out, eps, *constexprs),
+        key=(x.dtype, constexprs, blocks.num_warps),
+        aligned=(x, weight, first, last, out),
+        num_warps=blocks.num_warps,
+        **pdl_options(pdl),
     )
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Powers of two of one program: output columns, input features, rows. And the launch."""
+
+    n: int
+    k: int
+    rows: int
+    num_warps: int
+    grid: tuple[int, int, int]
+
+
+@cache
+def _blocks(
+    width: int, k: int, rows: int, norm: bool, gated: bool, tile: GemvTile | None
+) -> _Blocks:
+    tile = tile or default_tile(k, norm=norm)
+    block_n = max(1, tile.block_n // 2) if gated else tile.block_n
+    # The norm needs the whole row before the first product; the others may walk along it.
+    block_k = triton.next_power_of_2(k) if norm or k <= 4096 else 2048
+    grid = (triton.cdiv(width, block_n), 1, 1)
+    return _Blocks(block_n, block_k, triton.next_power_of_2(rows), tile.num_warps, grid)
 
 
 def _check(
@@ -195,3 +211,6 @@ def _gemv_kernel(
     if RESIDUAL:
         sums += tl.load(residual + places, mask=cells, other=0.0).to(tl.float32)
     tl.store(out + places, sums.to(out.dtype.element_ty), mask=cells)
+
+
+_launch_gemv = Launcher(_gemv_kernel)

@@ -37,3 +37,8 @@ def pdl_launch(device: torch.device, rows: int = 1) -> dict[str, bool]:
     if torch.compiler.is_compiling() or rows > _MOST_ROWS or not has_pdl(device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+def pdl_options(pdl: bool) -> dict[str, bool]:
+    """The launch options alone, of a kernel whose constexpr ``PDL`` is ``pdl``."""
+    return {"launch_pdl": True} if pdl else {}

@@ -8,12 +8,15 @@ the same token alone, in a batch and in a graph.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from duograph.kernels.pdl import pdl_launch
+from duograph.kernels.launch import Launcher
+from duograph.kernels.pdl import has_pdl, pdl_options
 from duograph.kernels.sampling_filters_triton import (
     GREEDY_EPSILON,
     boundaries,
@@ -58,45 +61,43 @@ def sample(
         if filtered
         else tokens  # not read
     )
-    blocks = triton.cdiv(vocab, _DRAW_BLOCK)
-    blocks_each = triton.cdiv(n * blocks, _DRAW_PROGRAMS)
-    spans = triton.cdiv(blocks, blocks_each)
+    blocks_each, spans, block_s = _spans(n, vocab)
     best = torch.empty((n, spans), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((n, spans), dtype=torch.int32, device=logits.device)
-    _draw_kernel[(spans, n)](
-        logits,
-        tokens if rows is None else rows,
-        temperature,
-        seed,
-        position,
-        boundary,
-        best,
-        best_id,
-        logits.stride(0),
-        n,
-        blocks_each,
-        VOCAB=vocab,
-        BLOCK=_DRAW_BLOCK,
-        FILTERED=filtered,
-        INDEXED=rows is not None,
-        FAST=logits.is_cuda,  # the interpreter has no such instruction
+    table = tokens if rows is None else rows  # not read without
+    pdl = has_pdl(logits.device)
+    # FAST: the interpreter has no such instruction
+    draw = (vocab, _DRAW_BLOCK, filtered, rows is not None, logits.is_cuda, pdl)
+    options = (temperature, seed, position)
+    stride = logits.stride(0)
+    dtypes = (logits.dtype, table.dtype, *[option.dtype for option in options])
+    _launch_draw(
+        (spans, n, 1),
+        (logits, table, *options, boundary, best, best_id, stride, n, blocks_each, *draw),
+        key=(dtypes, boundary.dtype, stride, draw),
+        aligned=(logits, boundary, best, best_id),
         num_warps=8,
-        **pdl_launch(logits.device),
+        **pdl_options(pdl),
     )
-    _pick_kernel[(n,)](
-        best,
-        best_id,
-        tokens,
-        tokens if rows is None else rows,
-        tokens if next_tokens is None else next_tokens,
-        spans,
-        STORE=next_tokens is not None,
-        VOCAB=vocab,
-        BLOCK_S=triton.next_power_of_2(blocks),
+    store = tokens if next_tokens is None else next_tokens  # not written without
+    pick = (next_tokens is not None, vocab, block_s, pdl)
+    _launch_pick(
+        (n, 1, 1),
+        (best, best_id, tokens, table, store, spans, *pick),
+        key=(table.dtype, store.dtype, pick),
+        aligned=(best, best_id, tokens, store),
         num_warps=1,
-        **pdl_launch(logits.device),
+        **pdl_options(pdl),
     )
     return tokens
+
+
+@cache
+def _spans(n: int, vocab: int) -> tuple[int, int, int]:
+    """Blocks of one span, spans of a row, and the power of two that holds any number of them."""
+    blocks = -(-vocab // _DRAW_BLOCK)
+    blocks_each = -(-n * blocks // _DRAW_PROGRAMS)
+    return blocks_each, -(-blocks // blocks_each), triton.next_power_of_2(blocks)
 
 
 @triton.jit
@@ -242,3 +243,7 @@ def _pick_kernel(
     if STORE:
         row = tl.load(rows + index)
         tl.store(next_tokens + row, tl.where(row == 0, 0, token))
+
+
+_launch_draw = Launcher(_draw_kernel)
+_launch_pick = Launcher(_pick_kernel)

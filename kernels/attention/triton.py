@@ -27,6 +27,7 @@ from duograph.kernels.attention.triton_plan import (
     max_fused_rows,
     plan_splits,
 )
+from duograph.kernels.launch import Launcher
 from duograph.kernels.pdl import pdl_launch
 
 _LOG2_E = math.log2(math.e)
@@ -42,6 +43,24 @@ class _DecodeLaunch:
     scratch: tuple[torch.Tensor, ...]  # partial results, their log-sum-exps, arrivals
     splits: tuple[int, int, float]  # number, least tokens, base-2 scale of the logits
     options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtendLaunch:
+    """What the layers of a step launch alike, worked out by the first of them.
+
+    Attributes:
+        layout: dtypes, strides and sizes of the call that this was made for, and good for.
+        strides, constexprs: arguments of the kernel.
+        key: of the compiled variant.
+    """
+
+    layout: tuple[tuple[Any, ...], ...]
+    grid: tuple[int, int, int]
+    strides: tuple[int, ...]
+    constexprs: tuple[int, ...]
+    options: dict[str, int]
+    key: tuple[Any, ...]
 
 
 class TritonBackend:
@@ -87,6 +106,8 @@ class TritonBackend:
         self.target_programs = target_programs
         self._decode_tile = decode_tile
         self._extend_tile = extend_tile
+        self._launch_extend = Launcher(extend_kernel)
+        self._last_extend: _ExtendLaunch | None = None
         # Outgrown buffers stay alive: a captured graph may still write to them.
         self._scratch: list[torch.Tensor] = []
         self._arrived: list[torch.Tensor] = []
@@ -210,37 +231,52 @@ class TritonBackend:
         scale: float,
     ) -> None:
         """Causal attention over prefix and new rows; see ``AttentionBackend.extend``."""
-        self._check(q, k_cache, v_cache, meta, out)
         if meta.query_start_loc is None:
             raise ValueError("extend needs AttentionMetadata.query_start_loc")
-        rows = meta.max_extend_len * self.group
-        tile = self._extend_tile or default_extend_tile(self.head_dim, q.dtype, rows)
+        metadata = (meta.page_table, meta.req_pool_indices, meta.seq_lens, meta.query_start_loc)
+        tensors = (q, k_cache, v_cache, *metadata, out)
+        layout = (
+            tuple([tensor.dtype for tensor in tensors]),
+            (
+                q.stride(),
+                k_cache.stride(),
+                v_cache.stride(),
+                out.stride(),
+                meta.page_table.stride(),
+            ),
+            (q.shape, k_cache.shape, out.shape, meta.seq_lens.shape),
+            (meta.max_extend_len, meta.page_size),
+        )
+        launch = self._last_extend
+        if launch is None or launch.layout != layout:
+            self._check(q, k_cache, v_cache, meta, out)
+            launch = self._last_extend = self._extend_launch(layout, meta)
         real = q.shape[0] if meta.num_real_tokens is None else meta.num_real_tokens
-        blocks = triton.cdiv(rows, tile.block_m)
-        extend_kernel[(self.num_kv_heads, blocks, meta.seq_lens.shape[0])](
-            q,
-            k_cache,
-            v_cache,
-            meta.page_table,
-            meta.req_pool_indices,
-            meta.seq_lens,
-            meta.query_start_loc,
-            out,
-            *q.stride()[:2],
-            *k_cache.stride()[:2],
-            *v_cache.stride()[:2],
-            *out.stride()[:2],
-            meta.page_table.stride(0),
-            real,
-            scale * _LOG2_E,
-            GROUP=self.group,
-            HEAD_DIM=self.head_dim,
-            BLOCK_D=max(MIN_DOT_ROWS, triton.next_power_of_2(self.head_dim)),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            PAGE_SIZE=meta.page_size,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+        self._launch_extend(
+            launch.grid,
+            (*tensors, *launch.strides, real, scale * _LOG2_E, *launch.constexprs),
+            key=launch.key,
+            aligned=(q, k_cache, v_cache, out),
+            **launch.options,
+        )
+
+    def _extend_launch(
+        self, layout: tuple[tuple[Any, ...], ...], meta: AttentionMetadata
+    ) -> _ExtendLaunch:
+        dtypes, strides = layout[:2]
+        rows = meta.max_extend_len * self.group
+        tile = self._extend_tile or default_extend_tile(self.head_dim, dtypes[0], rows)
+        block_d = max(MIN_DOT_ROWS, triton.next_power_of_2(self.head_dim))
+        # GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE_SIZE
+        heads, blocks = (self.group, self.head_dim), (block_d, tile.block_m, tile.block_n)
+        constexprs = (*heads, *blocks, meta.page_size)
+        return _ExtendLaunch(
+            layout=layout,
+            grid=(self.num_kv_heads, triton.cdiv(rows, tile.block_m), meta.seq_lens.shape[0]),
+            strides=(*[n for pair in strides[:4] for n in pair[:2]], strides[4][0]),
+            constexprs=constexprs,
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+            key=(dtypes, strides, constexprs, tile.num_warps, tile.num_stages),
         )
 
     def _partials(self, bs: int, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
