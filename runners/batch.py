@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from duograph.runners.sampling_params import SamplingParams
+from duograph.runners.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from duograph.runners.prompt_logprobs import PromptScores
@@ -83,27 +85,47 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step. Tensors are host memory, pinned if the device is to read them asynchronously."""
+    """One step."""
 
     step_id: int
     mode: ForwardMode
-    req_pool_indices: torch.Tensor  # int64 [bs]
-    seq_lens: torch.Tensor  # int32 [bs], length including this step's tokens
-    positions: torch.Tensor  # int64 [num_tokens]
-    out_cache_loc: torch.Tensor  # int64 [num_tokens]
-    input_ids: torch.Tensor | None  # int64 [num_tokens]; None in decode
+    inputs: StepInputs  # in host memory, pinned if the device is to read it asynchronously
     extend_lens: list[int]  # tokens of each sequence in this step; all 1 in decode
-    page_updates: torch.Tensor | None  # int32 [3, n]: row, column, page; applied before the step
-    row_inits: list[RowInit]  # applied before the step
+    row_inits: list[RowInit]  # the rows in ``inputs.row_ints``
     sampling: SamplingBatch
 
     @property
     def batch_size(self) -> int:
-        return self.req_pool_indices.shape[0]
+        return self.inputs.layout.sequences
 
     @property
     def num_tokens(self) -> int:
-        return self.positions.shape[0]
+        return self.inputs.layout.tokens
+
+
+def dummy_batch(mode: ForwardMode, size: int, *, pinned: bool = False) -> ForwardBatch:
+    """``size`` decode rows of the dummy request, or one dummy prompt of ``size`` tokens, with
+    every filter on."""
+    decode = mode is ForwardMode.DECODE
+    sequences = size if decode else 1
+    zeros = np.zeros(size, np.int64)
+    extend_lens = [1] * size if decode else [size]
+    return ForwardBatch(
+        step_id=0,
+        mode=mode,
+        inputs=StepInputs.pack(
+            rows=zeros[:sequences],
+            seq_lens=np.full(sequences, 1 if decode else size),
+            positions=zeros if decode else np.arange(size),
+            out_cache_loc=zeros,
+            input_ids=None if decode else zeros,
+            extend_lens=extend_lens,
+            pinned=pinned,
+        ),
+        extend_lens=extend_lens,
+        row_inits=[],
+        sampling=SamplingBatch(filtered=True),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,10 +148,10 @@ class CudaGraphRunner:
         assert size is not None, "refusal() was not asked"
         entry = self._entries[size]
         buffers = self._parts.buffers
-        self._parts.table.apply(batch)
-        # Static buffers are refilled on the stream that replays, so a copy cannot overtake
-        # the replay before it, which may still be reading them.
-        buffers.load_decode(batch, size)
+        self._parts.table.apply(batch.inputs, batch.row_inits)
+        # Static buffers are refilled on the stream that replays, so this cannot overtake the
+        # replay before it, which may still be reading them.
+        buffers.load_decode(batch.inputs, size)
         meta = entry.context.meta
         meta.seq_lens_cpu = buffers.seq_lens_cpu[:size]
         self._parts.attention.prepare(meta)

@@ -6,7 +6,7 @@ import torch
 
 from duograph.runners.batch import ForwardBatch, ForwardMode, ForwardOutput
 from duograph.runners.forward_context import use_context
-from duograph.runners.parts import RunnerParts, check_extend, last_rows
+from duograph.runners.parts import RunnerParts, check_extend
 from duograph.runners.prompt_logprobs import PromptScores, score_prompt
 
 
@@ -23,29 +23,28 @@ class EagerRunner:
             ValueError: an extend batch whose lengths do not add up.
         """
         parts = self._parts
-        parts.table.apply(batch)
-        rows = parts.on_device(batch.req_pool_indices)
-        seq_lens = parts.on_device(batch.seq_lens)
-        positions = parts.on_device(batch.positions)
-        locations = parts.on_device(batch.out_cache_loc)
+        inputs = batch.inputs.to(parts.device)
+        parts.table.apply(inputs, batch.row_inits)
+        rows, seq_lens = inputs.req_pool_indices, inputs.seq_lens
         if batch.mode is ForwardMode.DECODE:
             input_ids = parts.table.next_tokens[rows]
-            context = parts.decode_context(rows, seq_lens, locations, batch.seq_lens)
+            context = parts.decode_context(
+                rows, seq_lens, inputs.out_cache_loc, batch.inputs.seq_lens
+            )
         else:
             check_extend(batch)
-            assert batch.input_ids is not None
-            input_ids = parts.on_device(batch.input_ids)
-            context = parts.extend_context(
-                rows, seq_lens, locations, batch.extend_lens, batch.seq_lens
-            )
+            assert inputs.input_ids is not None
+            input_ids = inputs.input_ids
+            context = parts.extend_context(inputs, batch)
         parts.attention.prepare(context.meta)
         scores: PromptScores | None = None
         with torch.no_grad(), use_context(context):
             if batch.mode is ForwardMode.DECODE:
-                hidden = parts.model.decode_forward(batch.batch_size)(input_ids, positions)
+                forward = parts.model.decode_forward(batch.batch_size)
+                hidden = forward(input_ids, inputs.positions)
             else:
-                every = parts.model.model(input_ids, positions)
-                hidden, scores = every[last_rows(context)], self._prompt_scores(batch, every)
+                every = parts.model.model(input_ids, inputs.positions)
+                hidden, scores = every[inputs.last_rows], self._prompt_scores(batch, every)
             logits = parts.model.compute_logits(hidden)
         return ForwardOutput(
             logits=logits, tokens=None, rows=rows, seq_lens=seq_lens, prompt_scores=scores

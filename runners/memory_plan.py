@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from duograph.runners.batch import ForwardBatch, ForwardMode, SamplingBatch
+from duograph.runners.batch import ForwardMode, dummy_batch
 from duograph.runners.capture import SizeStats
 from duograph.runners.config import RunnerConfig
 from duograph.runners.kv_pool import KVLayout
@@ -139,26 +139,6 @@ def measure_needs(runners: RunnerSet, sampler: Sampler, config: RunnerConfig) ->
     if runners.decode is not None:
         decode_graphs = predict_graph_bytes(runners.decode, config.graph.cuda_graph_bs)
     return Needs(activations, decode_graphs, prefill_graphs)
-
-
-def dummy_batch(mode: ForwardMode, size: int) -> ForwardBatch:
-    """``size`` decode rows of the dummy request, or one dummy prompt of ``size`` tokens, with
-    every filter on."""
-    decode = mode is ForwardMode.DECODE
-    sequences = size if decode else 1
-    return ForwardBatch(
-        step_id=0,
-        mode=mode,
-        req_pool_indices=torch.zeros(sequences, dtype=torch.int64),
-        seq_lens=torch.full((sequences,), 1 if decode else size, dtype=torch.int32),
-        positions=torch.zeros(size, dtype=torch.int64) if decode else torch.arange(size),
-        out_cache_loc=torch.zeros(size, dtype=torch.int64),
-        input_ids=None if decode else torch.zeros(size, dtype=torch.int64),
-        extend_lens=[1] * size if decode else [size],
-        page_updates=None,
-        row_inits=[],
-        sampling=SamplingBatch(filtered=True),
-    )
 
 
 def _measure_peak(work: Callable[[], object], device: torch.device) -> int:

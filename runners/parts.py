@@ -7,7 +7,6 @@ how a step looks to the layer ops.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.forward_context import ForwardContext
 from duograph.runners.kv_pool import KVPool
 from duograph.runners.request_table import RequestTable
-from duograph.runners.upload import upload
+from duograph.runners.step_inputs import StepInputs
 
 
 class Transformer(Protocol):
@@ -77,34 +76,30 @@ class RunnerParts:
 
     def extend_context(
         self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        extend_lens: list[int],
-        seq_lens_cpu: torch.Tensor,
+        inputs: StepInputs,
+        batch: ForwardBatch,
+        out_cache_loc: torch.Tensor | None = None,
     ) -> ForwardContext:
-        """``extend_lens[i]`` query rows of sequence i, one sequence after the other.
+        """``extend_lens[i]`` query rows of sequence i of ``batch``, one sequence after the other.
 
-        ``out_cache_loc`` may be longer than their sum: the rest are padding tokens, which are
-        written to their slots and left alone by attention.
+        Args:
+            inputs: those of ``batch``, on the device.
+            out_cache_loc: in their place; it may be longer. The rest are padding tokens, which
+                are written to their slots and left alone by attention.
         """
-        starts = upload([0, *accumulate(extend_lens)], torch.int32, self.device)
         meta = AttentionMetadata(
             page_table=self.table.page_table,
-            req_pool_indices=rows,
-            seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
+            req_pool_indices=inputs.req_pool_indices,
+            seq_lens=inputs.seq_lens,
+            out_cache_loc=inputs.out_cache_loc if out_cache_loc is None else out_cache_loc,
             page_size=self.kv_pool.page_size,
-            query_start_loc=starts,
-            max_extend_len=max(extend_lens),
-            num_real_tokens=sum(extend_lens),
-            seq_lens_cpu=seq_lens_cpu,
-            extend_lens=extend_lens,
+            query_start_loc=inputs.query_start_loc,
+            max_extend_len=max(batch.extend_lens),
+            num_real_tokens=batch.num_tokens,
+            seq_lens_cpu=batch.inputs.seq_lens,
+            extend_lens=batch.extend_lens,
         )
         return self._context(meta, ForwardMode.EXTEND)
-
-    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
 
     def _context(self, meta: AttentionMetadata, mode: ForwardMode) -> ForwardContext:
         return ForwardContext(
@@ -116,15 +111,9 @@ class RunnerParts:
         )
 
 
-def last_rows(context: ForwardContext) -> torch.Tensor:
-    """int64 [bs]: the last query row of each sequence of an extend step."""
-    assert context.meta.query_start_loc is not None
-    return context.meta.query_start_loc[1:].long() - 1
-
-
 def check_extend(batch: ForwardBatch) -> None:
     """Raises ValueError if an extend batch is malformed in a way that would corrupt memory."""
-    if batch.input_ids is None:
+    if batch.inputs.input_ids is None:
         raise ValueError("an extend batch needs input_ids")
     if sum(batch.extend_lens) != batch.num_tokens or min(batch.extend_lens) < 1:
         raise ValueError(

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from duograph.runners.batch import ForwardBatch, ForwardOutput
+from duograph.runners.batch import ForwardBatch, ForwardMode, ForwardOutput, dummy_batch
 from duograph.runners.buckets import padded_size
 from duograph.runners.capture import Progress, SizeStats, Wording, capture_largest_first
 from duograph.runners.forward_context import ForwardContext, use_context
 from duograph.runners.graph import Graph, GraphBackend
-from duograph.runners.parts import RunnerParts, check_extend, last_rows
+from duograph.runners.parts import RunnerParts, check_extend
 from duograph.runners.piece_sequence import PieceSequence
 from duograph.runners.piecewise import Cutter
 
@@ -121,8 +121,7 @@ class PiecewiseCudaGraphRunner:
 
     def run(self, batch: ForwardBatch) -> ForwardOutput:
         """Runs the smallest level that holds ``batch``; see ``refusal``. The first piece needs
-        the tokens only and is launched before anything else is prepared; what only the sampler
-        needs comes last.
+        the tokens only and is launched before anything else is prepared.
 
         Raises:
             ValueError: the batch's lengths do not add up.
@@ -132,21 +131,23 @@ class PiecewiseCudaGraphRunner:
         size = padded_size(self.sizes, real)
         assert size is not None, "refusal() was not asked"
         level = self._levels[size]
-        parts.buffers.load_extend(batch, size)
+        inputs = batch.inputs.to(parts.device)
+        parts.buffers.load_extend(inputs, size)
         with torch.no_grad(), use_context(level.context):
             level.pieces.start()
-        parts.table.apply_pages(batch)
-        rows = parts.on_device(batch.req_pool_indices)
-        seq_lens = parts.on_device(batch.seq_lens)
-        locations = level.context.meta.out_cache_loc
-        context = parts.extend_context(rows, seq_lens, locations, batch.extend_lens, batch.seq_lens)
+        parts.table.apply(inputs, batch.row_inits)
+        context = parts.extend_context(inputs, batch, level.context.meta.out_cache_loc)
         parts.attention.prepare(context.meta)
         with torch.no_grad(), use_context(context):
             level.pieces.finish()
-            parts.table.apply_rows(batch)  # the device is busy, and only the sampler reads them
-            logits = parts.model.compute_logits(level.pieces.output[last_rows(context)])
+            logits = parts.model.compute_logits(level.pieces.output[inputs.last_rows])
         level.stats.count(real, size)
-        return ForwardOutput(logits=logits, tokens=None, rows=rows, seq_lens=seq_lens)
+        return ForwardOutput(
+            logits=logits,
+            tokens=None,
+            rows=inputs.req_pool_indices,
+            seq_lens=inputs.seq_lens,
+        )
 
     def stats(self) -> dict[int, SizeStats]:
         return {size: self._levels[size].stats for size in self.sizes}
@@ -162,8 +163,6 @@ class PiecewiseCudaGraphRunner:
     def _capture_context(self, level: int) -> ForwardContext:
         """One dummy sequence of one real token; the rest of the level is padding. A piece
         reads nothing of it but the static out_cache_loc."""
-        parts = self._parts
-        rows = torch.zeros(1, dtype=torch.int64, device=parts.device)
-        seq_lens = torch.ones(1, dtype=torch.int32, device=parts.device)
-        locations = parts.buffers.extend_inputs(level).out_cache_loc
-        return parts.extend_context(rows, seq_lens, locations, [1], torch.tensor([1]).int())
+        one = dummy_batch(ForwardMode.EXTEND, 1)
+        locations = self._parts.buffers.extend_inputs(level).out_cache_loc
+        return self._parts.extend_context(one.inputs.to(self._parts.device), one, locations)

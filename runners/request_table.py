@@ -8,13 +8,15 @@ request has which row is the scheduler's business.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+
 import torch
 
+from duograph.kernels import step_inputs
 from duograph.kernels.bitmask import bitmask_words
-from duograph.runners.batch import ForwardBatch, RowInit
+from duograph.runners.batch import RowInit
 from duograph.runners.sampling_params import SamplingParams
+from duograph.runners.step_inputs import StepInputs, float_columns
 from duograph.runners.upload import upload
 
 DUMMY_ROW = 0
@@ -50,7 +52,7 @@ class RequestTable:
         self.page_table = table(0, torch.int32, max_pages)
         self.next_tokens = table(0, torch.int64)
         # Columns of two blocks, so that a new request is two launches and not eight.
-        fresh = _float_columns([SamplingParams(temperature=0.0)] * rows)
+        fresh = float_columns([SamplingParams(temperature=0.0)] * rows)
         self._floats = torch.tensor(fresh, dtype=torch.float32, device=device)
         self.temperature, self.top_p, self.min_p = self._floats[:3]
         self.presence, self.frequency, self.repetition = self._floats[3:]
@@ -65,53 +67,29 @@ class RequestTable:
         found = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
         return sum(tensor.nbytes for tensor in found if tensor._base is None)
 
-    def apply(self, batch: ForwardBatch) -> None:
-        """Brings the tables up to date for ``batch``. Doing it again changes nothing."""
-        self.apply_pages(batch)
-        self.apply_rows(batch)
+    def apply(self, inputs: StepInputs, row_inits: Sequence[RowInit]) -> None:
+        """Brings the tables up to date for the step of ``inputs``. Doing it again changes
+        nothing."""
+        self.apply_pages(inputs)
+        self.apply_rows(inputs, row_inits)
 
-    def apply_pages(self, batch: ForwardBatch) -> None:
+    def apply_pages(self, inputs: StepInputs) -> None:
         """The page table alone: attention reads nothing else."""
-        if batch.page_updates is None:
-            return
-        row, column, page = batch.page_updates.numpy()
-        count = len(page)
-        host, block = self._staging(count + (count + 1) // 2)
-        block[:count] = row.astype(np.int64) * self.page_table.shape[1] + column
-        block[count:].view(np.int32)[:count] = page
-        places, pages = torch.split(
-            host.to(self.device, non_blocking=True), [count, len(block) - count]
-        )
-        self.page_table.view(-1).index_copy_(0, places, pages.view(torch.int32)[:count])
+        if inputs.page_updates is not None:
+            updates = inputs.readable_by(self.device).page_updates
+            assert updates is not None
+            step_inputs.update_pages(updates, self.page_table)
 
-    def apply_rows(self, batch: ForwardBatch) -> None:
+    def apply_rows(self, inputs: StepInputs, row_inits: Sequence[RowInit]) -> None:
         """What the sampler reads of the rows that were taken: parameters and counts."""
-        inits = batch.row_inits
-        if not inits:
+        if inputs.row_ints is None:
             return
-        count = len(inits)
-        host, block = self._staging(6 * count)
-        params = [init.sampling for init in inits]
-        block[: 3 * count].reshape(3, count)[...] = [
-            [init.row for init in inits],
-            [p.top_k for p in params],
-            [p.seed for p in params],
-        ]
-        block[3 * count :].view(np.float32).reshape(6, count)[...] = _float_columns(params)
-        on_device = host.to(self.device, non_blocking=True).view(6, count)
-        rows = on_device[0]
-        self._ints.index_copy_(1, rows, on_device[1:3])
-        floats = on_device[3:].view(-1).view(torch.float32).view(6, count)
-        self._floats.index_copy_(1, rows, floats)
-        for init in inits:
+        near = inputs.readable_by(self.device)
+        assert near.row_ints is not None and near.row_floats is not None
+        step_inputs.update_rows(near.row_ints, near.row_floats, self._ints, self._floats)
+        for init in row_inits:
             if init.sampling.needs_penalty:
                 self._init_counts(init)
-
-    def _staging(self, words: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        """A host block of 8-byte words, as a tensor and as an array: one copy to the device for
-        all that a call brings, since each holds the host up for some microseconds."""
-        host = torch.empty(words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return host, host.numpy()
 
     def _init_counts(self, init: RowInit) -> None:
         self.prompt_mask[init.row].zero_()
@@ -126,15 +104,3 @@ class RequestTable:
 
     def _upload(self, values: list[int] | list[list[float]], dtype: torch.dtype) -> torch.Tensor:
         return upload(values, dtype, self.device)
-
-
-def _float_columns(params: list[SamplingParams]) -> list[list[float]]:
-    """temperature, top_p, min_p, presence, frequency and repetition of each request."""
-    return [
-        [p.temperature for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-        [p.presence_penalty for p in params],
-        [p.frequency_penalty for p in params],
-        [p.repetition_penalty for p in params],
-    ]

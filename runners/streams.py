@@ -7,12 +7,14 @@ no batch content and no runner.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 
+from duograph.kernels.step_inputs import to_host
 from duograph.runners.batch import ForwardBatch, StepOutput, StepResult
 from duograph.runners.prompt_logprobs import PromptScores
 from duograph.runners.sampler import LogprobTensors, SampledStep
@@ -55,12 +57,18 @@ class CudaStream:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
+        # Host memory that kernels may still have to read or write, also where nobody waits for
+        # the result: its allocator knows of copies only.
+        self._in_use: deque[tuple[torch.cuda.Event, ForwardBatch, SampledStep]] = deque()
 
     def launch(self, batch: ForwardBatch, work: Work) -> StepOutput:
         with torch.cuda.stream(self.stream), torch.no_grad():
             on_host = _to_pinned(work())
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self.stream)
+        self._in_use.append((done, batch, on_host))
+        while self._in_use and self._in_use[0][0].query():  # type: ignore[no-untyped-call]
+            self._in_use.popleft()
 
         def wait() -> StepResult:
             done.synchronize()  # raises what a kernel has done wrong
@@ -98,7 +106,9 @@ def _to_pinned(step: SampledStep) -> SampledStep:
             _pinned_copy(scores.top_ids),
             _pinned_copy(scores.top_logprobs),
         )
-    return SampledStep(step.step_id, _pinned_copy(step.tokens), found, scores)
+    tokens = torch.empty(step.tokens.shape, dtype=step.tokens.dtype, pin_memory=True)
+    to_host(step.tokens, tokens)
+    return SampledStep(step.step_id, tokens, found, scores)
 
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from duograph.runners.attention_choice import create_attention, warm_up_long_steps
-from duograph.runners.batch import ForwardBatch, ForwardMode, SamplingBatch, StepOutput
+from duograph.runners.batch import (
+    ForwardBatch,
+    ForwardMode,
+    SamplingBatch,
+    StepOutput,
+    dummy_batch,
+)
 from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.capture import Progress
 from duograph.runners.config import RunnerConfig
@@ -24,7 +30,6 @@ from duograph.runners.kv_pool import KVLayout, KVPool
 from duograph.runners.memory import GIB, available_bytes
 from duograph.runners.memory_plan import (
     Needs,
-    dummy_batch,
     measure_needs,
     plan_pages,
     release_cached,

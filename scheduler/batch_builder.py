@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from duograph.kernels.bitmask import bitmask_words
 from duograph.runners.batch import ForwardBatch, ForwardMode, PromptWish, RowInit, SamplingBatch
+from duograph.runners.step_inputs import StepInputs
 from duograph.scheduler.grammar_masks import MaskMaker
 from duograph.scheduler.loop import PendingStep
 from duograph.scheduler.request import Request
 from duograph.scheduler.step import Plan
-from duograph.scheduler.step_arrays import Ints, step_arrays
+from duograph.scheduler.step_arrays import step_arrays
 
 
 class _PendingMasks:
@@ -42,9 +42,7 @@ class BatchBuilder:
         masks: MaskMaker | None = None,
     ) -> None:
         """``masks`` and ``vocab_size`` are for requests with grammars. ``pinned``: put the
-        tensors into page-locked memory, so that copies to the GPU can be asynchronous. Blocks
-        come from torch's caching host allocator, which hands one out again only when the copies
-        from it have run: no staging buffer to guard here."""
+        tensors into page-locked memory, so that copies to the GPU can be asynchronous."""
         self._page_size = page_size
         self._pinned = pinned
         self._words = bitmask_words(vocab_size)
@@ -62,15 +60,6 @@ class BatchBuilder:
 
     def build(self, plan: Plan) -> ForwardBatch:
         self._plan = plan
-        arrays = step_arrays(plan, self._page_size)
-        longs = [arrays.rows, arrays.positions, arrays.out_cache_loc]
-        ints = [arrays.seq_lens]
-        if arrays.input_ids is not None:
-            longs.append(arrays.input_ids)
-        if arrays.page_updates is not None:
-            ints.append(arrays.page_updates.ravel())
-        long_tensors = self._tensors(longs, torch.int64)
-        int_tensors = self._tensors(ints, torch.int32)
         if plan.is_extend:
             extend_lens = [end - at for end, at in zip(plan.seq_lens, plan.starts, strict=True)]
         else:
@@ -78,13 +67,8 @@ class BatchBuilder:
         return ForwardBatch(
             step_id=plan.step_id,
             mode=ForwardMode.EXTEND if plan.is_extend else ForwardMode.DECODE,
-            req_pool_indices=long_tensors[0],
-            seq_lens=int_tensors[0],
-            positions=long_tensors[1],
-            out_cache_loc=long_tensors[2],
-            input_ids=long_tensors[3] if plan.is_extend else None,
+            inputs=self._pack(plan, extend_lens),
             extend_lens=extend_lens,
-            page_updates=int_tensors[1].view(3, -1) if len(ints) == 2 else None,
             row_inits=[_row_init(request) for request in plan.new_rows],
             sampling=SamplingBatch(
                 filtered=plan.filtered,
@@ -109,15 +93,19 @@ class BatchBuilder:
         block = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
         return _PendingMasks(plan.constrained, block, self._masks.start(plan, block.numpy()))
 
-    def _tensors(self, arrays: list[Ints], dtype: torch.dtype) -> list[torch.Tensor]:
-        if not self._pinned:
-            kind = np.int64 if dtype is torch.int64 else np.int32
-            return [torch.from_numpy(array.astype(kind, copy=False)) for array in arrays]
-        # One block for all: each allocation costs some microseconds.
-        sizes = [array.size for array in arrays]
-        packed = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
-        np.concatenate(arrays, out=packed.numpy(), casting="same_kind")
-        return list(torch.split(packed, sizes))
+    def _pack(self, plan: Plan, extend_lens: list[int]) -> StepInputs:
+        arrays = step_arrays(plan, self._page_size)
+        return StepInputs.pack(
+            rows=arrays.rows,
+            seq_lens=arrays.seq_lens,
+            positions=arrays.positions,
+            out_cache_loc=arrays.out_cache_loc,
+            input_ids=arrays.input_ids,
+            extend_lens=extend_lens,
+            page_updates=arrays.page_updates,
+            row_inits=[(request.row, request.sampling) for request in plan.new_rows],
+            pinned=self._pinned,
+        )
 
 
 def _row_init(request: Request) -> RowInit:

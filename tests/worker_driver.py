@@ -3,6 +3,7 @@ the graph runners on CPU and CUDA; knows no graph."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from duograph.runners.batch import ForwardBatch, ForwardMode, RowInit, SamplingBatch
@@ -11,6 +12,7 @@ from duograph.runners.model_config import ModelConfig
 from duograph.runners.models.dummy import fill_with_dummy_weights
 from duograph.runners.models.llama import CausalLM, create_model
 from duograph.runners.sampling_params import SamplingParams
+from duograph.runners.step_inputs import StepInputs
 from duograph.runners.worker import ModelWorker
 
 VOCAB = 97
@@ -150,15 +152,18 @@ class WorkerDriver:
         return ForwardBatch(
             step_id=self._step,
             mode=mode,
-            req_pool_indices=torch.tensor(list(counts)),
-            seq_lens=torch.tensor([self.lengths[row] for row in counts], dtype=torch.int32),
-            positions=torch.tensor(positions),
-            out_cache_loc=torch.tensor(slots),
-            input_ids=None if ids is None else torch.tensor(ids),
+            inputs=StepInputs.pack(
+                rows=np.array(list(counts)),
+                seq_lens=np.array([self.lengths[row] for row in counts]),
+                positions=np.array(positions),
+                out_cache_loc=np.array(slots),
+                input_ids=None if ids is None else np.array(ids),
+                extend_lens=list(counts.values()),
+                page_updates=np.array(updates).T if updates else None,
+                row_inits=[(init.row, init.sampling) for init in inits],
+                pinned=self.worker.device.type == "cuda",
+            ),
             extend_lens=list(counts.values()),
-            page_updates=torch.tensor(updates, dtype=torch.int32).T.contiguous()
-            if updates
-            else None,
             row_inits=inits,
             sampling=sampling or SamplingBatch(),
         )

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from duograph.runners.batch import ForwardBatch, ForwardMode, SamplingBatch
+from duograph.runners.batch import ForwardBatch, ForwardMode, SamplingBatch, dummy_batch
 from duograph.runners.cuda_graph_runner import CudaGraphRunner
 from duograph.runners.graph import Graph
-from duograph.runners.memory_plan import dummy_batch
 from duograph.runners.piecewise import TorchCompileCutter
 from duograph.runners.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from duograph.runners.recorded_graph import RecordedGraph
@@ -162,11 +161,11 @@ def measure_phase(
 def plain_batch(mode: ForwardMode, size: int, kv_tokens: int) -> ForwardBatch:
     """Dummy rows or tokens, greedy. All of them lie on the dummy page, whose rereading is kinder
     to the caches than real requests are."""
-    batch = dummy_batch(mode, size)
+    batch = dummy_batch(mode, size, pinned=torch.cuda.is_available())
     batch.sampling = SamplingBatch()
     if mode is ForwardMode.DECODE:
-        batch.seq_lens.fill_(kv_tokens)
-        batch.positions.fill_(kv_tokens - 1)
+        batch.inputs.seq_lens.fill_(kv_tokens)
+        batch.inputs.positions.fill_(kv_tokens - 1)
     return batch
 
 

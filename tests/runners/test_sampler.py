@@ -3,6 +3,7 @@ without a step between sampling and reading."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from duograph.runners.recorded_graph import RecordedGraphBackend
 from duograph.runners.request_table import RequestTable
 from duograph.runners.sampler import SampledStep, Sampler
 from duograph.runners.sampling_params import SamplingParams
+from duograph.runners.step_inputs import StepInputs
 from duograph.runners.worker import ModelWorker
 from duograph.tests.worker_driver import PARAMS, VOCAB, WorkerDriver, generate, make_worker
 
@@ -32,7 +34,8 @@ class Bench:
         self.sampler = Sampler(self.table)
         self.params = params
         self.logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
-        self.table.apply(self.batch(sorted(params), init=True))
+        batch = self.batch(sorted(params), init=True)
+        self.table.apply(batch.inputs, batch.row_inits)
 
     def batch(
         self, rows: list[int], *, init: bool = False, sampling: SamplingBatch | None = None
@@ -41,13 +44,14 @@ class Bench:
         return ForwardBatch(
             step_id=1,
             mode=ForwardMode.DECODE,
-            req_pool_indices=torch.tensor(rows),
-            seq_lens=torch.tensor([10 + row for row in rows], dtype=torch.int32),
-            positions=torch.zeros(size, dtype=torch.int64),
-            out_cache_loc=torch.zeros(size, dtype=torch.int64),
-            input_ids=None,
+            inputs=StepInputs.pack(
+                rows=np.array(rows),
+                seq_lens=np.array(rows) + 10,
+                positions=np.zeros(size, np.int64),
+                out_cache_loc=np.zeros(size, np.int64),
+                row_inits=[(row, self.params[row]) for row in rows if init],
+            ),
             extend_lens=[1] * size,
-            page_updates=None,
             row_inits=[RowInit(row, self.params[row], [1, 2, 3], [4]) for row in rows if init],
             sampling=sampling or SamplingBatch(),
         )
@@ -59,8 +63,8 @@ class Bench:
         tokens: torch.Tensor | None = None,
     ) -> SampledStep:
         batch = self.batch(rows, sampling=sampling)
-        logits = self.logits[batch.req_pool_indices]
-        output = ForwardOutput(logits, tokens, batch.req_pool_indices, batch.seq_lens)
+        places = batch.inputs.req_pool_indices
+        output = ForwardOutput(self.logits[places], tokens, places, batch.inputs.seq_lens)
         return self.sampler.finish(batch, output)
 
     def tokens(self, rows: list[int], sampling: SamplingBatch | None = None) -> dict[int, int]:

@@ -7,17 +7,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from duograph.runners import memory_plan
-from duograph.runners.batch import ForwardMode, SamplingBatch
+from duograph.runners.batch import ForwardMode, SamplingBatch, dummy_batch
 from duograph.runners.config import GraphConfig, RunnerConfig
 from duograph.runners.graph import CaptureError
 from duograph.runners.kv_pool import KVLayout
 from duograph.runners.memory import GIB
-from duograph.runners.memory_plan import MemoryPlanError, Needs, dummy_batch, plan_pages
+from duograph.runners.memory_plan import MemoryPlanError, Needs, plan_pages
 from duograph.runners.recorded_graph import RecordedGraphBackend
 from duograph.runners.resolve import resolve_auto
 from duograph.runners.worker import ModelWorker
@@ -87,9 +88,9 @@ def test_launch_returns_before_the_step_has_run(
     gate = threading.Event()
     apply = eager_worker._table.apply
 
-    def wait_first(batch: object) -> None:
+    def wait_first(*arguments: Any) -> None:
         assert gate.wait(10)
-        apply(batch)  # type: ignore[arg-type]
+        apply(*arguments)
 
     monkeypatch.setattr(eager_worker._table, "apply", wait_first)
     driver = WorkerDriver(eager_worker)

@@ -29,15 +29,15 @@ def test_an_extend_step_lays_out_its_chunks_one_after_the_other() -> None:
     slots = [pages[0][p // 4] * 4 + p % 4 for p in range(10)]
     slots += [pages[1][p // 4] * 4 + p % 4 for p in range(6)]
     assert batch.mode is ForwardMode.EXTEND and batch.step_id == 0
-    assert batch.input_ids is not None
-    assert batch.input_ids.tolist() == [*range(10, 20), *range(30, 36)]
-    assert batch.positions.tolist() == [*range(10), *range(6)]
-    assert batch.out_cache_loc.tolist() == slots
-    assert batch.extend_lens == [10, 6] and batch.seq_lens.tolist() == [10, 6]
-    assert batch.req_pool_indices.tolist() == plan.rows
+    assert batch.inputs.input_ids is not None
+    assert batch.inputs.input_ids.tolist() == [*range(10, 20), *range(30, 36)]
+    assert batch.inputs.positions.tolist() == [*range(10), *range(6)]
+    assert batch.inputs.out_cache_loc.tolist() == slots
+    assert batch.extend_lens == [10, 6] and batch.inputs.seq_lens.tolist() == [10, 6]
+    assert batch.inputs.req_pool_indices.tolist() == plan.rows
     assert [init.row for init in batch.row_inits] == plan.rows
-    assert batch.page_updates is not None
-    assert {tuple(column) for column in batch.page_updates.T.tolist()} == {
+    assert batch.inputs.page_updates is not None
+    assert {tuple(column) for column in batch.inputs.page_updates.T.tolist()} == {
         (row, at, page)
         for row, own in zip(plan.rows, pages, strict=True)
         for at, page in enumerate(own)
@@ -51,11 +51,13 @@ def test_a_later_chunk_starts_where_the_last_one_ended() -> None:
     plan = driver.plans[1]
     batch = builder().build(plan)
     lease = plan.requests[0].lease
-    assert batch.input_ids is not None and lease is not None
-    assert batch.input_ids.tolist() == list(range(17, 24))
-    assert batch.positions.tolist() == list(range(7, 14))
-    assert batch.out_cache_loc.tolist() == [lease.pages[p // 4] * 4 + p % 4 for p in range(7, 14)]
-    assert batch.seq_lens.tolist() == [14] and batch.page_updates is None
+    assert batch.inputs.input_ids is not None and lease is not None
+    assert batch.inputs.input_ids.tolist() == list(range(17, 24))
+    assert batch.inputs.positions.tolist() == list(range(7, 14))
+    assert batch.inputs.out_cache_loc.tolist() == [
+        lease.pages[p // 4] * 4 + p % 4 for p in range(7, 14)
+    ]
+    assert batch.inputs.seq_lens.tolist() == [14] and batch.inputs.page_updates is None
 
 
 def test_a_decode_step_has_one_token_per_row_and_no_input_ids() -> None:
@@ -64,24 +66,29 @@ def test_a_decode_step_has_one_token_per_row_and_no_input_ids() -> None:
     driver.step()
     plan = driver.plans[1]
     batch = builder().build(plan)
-    assert batch.mode is ForwardMode.DECODE and batch.input_ids is None
-    assert batch.positions.tolist() == [5, 4] and batch.seq_lens.tolist() == [6, 5]
+    assert batch.mode is ForwardMode.DECODE and batch.inputs.input_ids is None
+    assert batch.inputs.positions.tolist() == [5, 4] and batch.inputs.seq_lens.tolist() == [6, 5]
     assert batch.extend_lens == [1, 1]
     pages = [request.lease.pages[-1] for request in plan.requests if request.lease]
-    assert batch.out_cache_loc.tolist() == [pages[0] * 4 + 1, pages[1] * 4]
-    assert batch.page_updates is not None, "the second request began a page"
-    assert batch.page_updates.T.tolist() == [[plan.rows[1], 1, pages[1]]]
+    assert batch.inputs.out_cache_loc.tolist() == [pages[0] * 4 + 1, pages[1] * 4]
+    assert batch.inputs.page_updates is not None, "the second request began a page"
+    assert batch.inputs.page_updates.T.tolist() == [[plan.rows[1], 1, pages[1]]]
 
 
 def test_types_are_those_of_the_batch_contract() -> None:
     driver = Driver()
     driver.step(request(1, prompt=5))
     batch = builder().build(driver.plans[0])
-    assert batch.page_updates is not None and batch.input_ids is not None
-    longs = (batch.req_pool_indices, batch.positions, batch.out_cache_loc, batch.input_ids)
+    assert batch.inputs.page_updates is not None and batch.inputs.input_ids is not None
+    longs = (
+        batch.inputs.req_pool_indices,
+        batch.inputs.positions,
+        batch.inputs.out_cache_loc,
+        batch.inputs.input_ids,
+    )
     assert {tensor.dtype for tensor in longs} == {torch.int64}
-    assert {batch.seq_lens.dtype, batch.page_updates.dtype} == {torch.int32}
-    assert batch.page_updates.shape[0] == 3 and batch.page_updates.is_contiguous()
+    assert {batch.inputs.seq_lens.dtype, batch.inputs.page_updates.dtype} == {torch.int32}
+    assert batch.inputs.page_updates.shape[0] == 3 and batch.inputs.page_updates.is_contiguous()
 
 
 def test_token_lists_go_along_only_for_penalties_and_after_a_retraction_with_the_output() -> None:
