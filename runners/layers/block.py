@@ -120,14 +120,17 @@ class DecoderBlock(nn.Module):
         self.mlp = GatedMLP(config, dtype=dtype, device=device, tp=tp)
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self, hidden: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden_size] twice: the branch's output, not yet added, and the residual. Neither
         argument may be read afterwards."""
-        if residual is None:
-            residual, hidden = hidden, self.input_layernorm(hidden)
-        else:
-            hidden, residual = self.input_layernorm.add_(hidden, residual)
+        hidden, residual = self.input_layernorm.add_(hidden, residual)
+        return self.from_normed(hidden, residual, positions)
+
+    def from_normed(
+        self, hidden: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same behind the first norm: ``hidden`` is what that gives."""
         hidden = self.self_attn(hidden, positions)
         hidden, residual = self.post_attention_layernorm.add_(hidden, residual)
         return self.mlp(hidden), residual

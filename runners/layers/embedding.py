@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from duograph.kernels import fused_linear
+from duograph.kernels import fused, fused_linear
 from duograph.kernels import packed_linear as packed_kernel
+from duograph.runners.layers.norm import RMSNorm
 from duograph.runners.layers.weights import SINGLE, TPGroup, WeightSlot
 
 
@@ -45,7 +46,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [num_tokens] to [num_tokens, hidden_size]."""
-        return F.embedding(input_ids, self.weight).to(self.output_dtype)
+        return fused.embedding(input_ids, self.weight).to(self.output_dtype)
+
+    def normed(self, input_ids: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """``norm`` of the result of ``forward``, and that result. The norm's weights are of
+        ``output_dtype``."""
+        return fused.embed_rms_norm(input_ids, self.weight, norm.weight, norm.eps)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         yield f"{name}.weight", WeightSlot(self.weight, 0, self.tp)

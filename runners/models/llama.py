@@ -7,7 +7,7 @@ a batch is laid out in memory is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -49,11 +49,11 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [T], int64 [T] to hidden states [T, hidden_size], normed."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
-        residual: torch.Tensor | None = None
-        for layer in self.layers:
+        first, *rest = cast(Iterable[DecoderBlock], self.layers)
+        hidden, residual = self.embed_tokens.normed(input_ids, first.input_layernorm)
+        hidden, residual = first.from_normed(hidden, residual, positions)
+        for layer in rest:
             hidden, residual = layer(hidden, residual, positions)
-        assert residual is not None  # there is a layer
         hidden, _ = self.norm.add_(hidden, residual)
         return hidden
 

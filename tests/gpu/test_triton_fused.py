@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from duograph.kernels import fused
+from duograph.kernels import fused, sampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +36,45 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     close(normed, fused.rms_norm((x + residual).float(), weight.float(), 1e-5).to(dtype))
     in_place = fused.add_rms_norm_(x.cuda(), residual.cuda(), weight.cuda(), 1e-5)
     assert torch.equal(in_place[0], normed) and torch.equal(in_place[1], added)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [576, 1024, 4096, 16384])
+@pytest.mark.parametrize("tokens", [0, 1, 8, 600])  # the last is too many to start early
+def test_embedding_and_first_norm(dtype: torch.dtype, width: int, tokens: int) -> None:
+    """The bits of the two by themselves."""
+    table = torch.randn(3000, width, device="cuda").to(dtype)
+    weight = torch.rand(width, device="cuda").to(dtype)
+    input_ids = torch.randint(0, 3000, (tokens,), device="cuda")
+    wanted = torch.nn.functional.embedding(input_ids, table)
+    normed, rows = fused.embed_rms_norm(input_ids, table, weight, 1e-5)
+    assert torch.equal(rows, wanted) and torch.equal(fused.embedding(input_ids, table), wanted)
+    assert torch.equal(normed, fused.rms_norm(wanted, weight, 1e-5))
+
+
+def test_embedding_reads_the_ids_that_the_kernel_before_left() -> None:
+    """In a graph and behind a sampler's kernels, which let it start early."""
+    vocab, width, bs = 20000, 512, 8
+    table = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(bs, vocab, device="cuda")
+    zeros, nothing = torch.zeros(bs, device="cuda"), torch.zeros(bs, dtype=torch.int64).cuda()
+    options = {"temperature": zeros, "top_k": nothing, "top_p": zeros + 1, "min_p": zeros}
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        ids = sampling.sample(logits, **options, seed=nothing, position=nothing, filtered=False)
+        return fused.embed_rms_norm(ids, table, weight, 1e-5)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        normed, rows = step()
+    for _ in range(5):
+        logits.normal_()
+        graph.replay()
+        wanted = table[logits.argmax(1)]
+        assert torch.equal(rows, wanted)
+        assert torch.equal(normed, fused.rms_norm(wanted, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

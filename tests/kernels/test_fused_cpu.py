@@ -24,6 +24,23 @@ def test_norm_and_activation_match_their_formulas() -> None:
     torch.testing.assert_close(fused.silu_and_mul(x), gate * torch.sigmoid(gate) * up)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)])
+def test_embedding_and_first_norm_are_as_the_two_by_themselves(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """Bit for bit; also where activations are wider than the table, as behind packed weights."""
+    table, weight = torch.randn(20, 32).to(dtypes[0]), torch.rand(32).to(dtypes[1])
+    input_ids = torch.tensor([3, 19, 0, 3])
+    assert torch.equal(fused.embedding(input_ids, table), table[input_ids])
+    normed, rows = fused.embed_rms_norm(input_ids, table, weight, 1e-5)
+    assert rows.dtype == normed.dtype == dtypes[1]
+    assert torch.equal(rows, table[input_ids].to(dtypes[1]))
+    assert torch.equal(normed, fused.rms_norm(rows, weight, 1e-5))
+    before = table.clone()
+    rows.zero_()  # a new tensor: later layers overwrite it
+    assert torch.equal(table, before)
+
+
 def rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Rotation of each pair, one at a time."""
     out, half = x.clone().float(), x.shape[-1] // 2

@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from duograph.kernels import (
     bitmask,
     bitmask_triton,
+    embedding_triton,
     fused,
     fused_triton,
     sampling,
@@ -42,6 +43,18 @@ def test_norms_match_their_twins(width: int) -> None:
     in_place = fused_triton.add_rms_norm_(x, residual, weight, 1e-5)
     assert in_place[0] is x and in_place[1] is residual
     assert torch.equal(x, mine[0]) and torch.equal(residual, mine[1])
+
+
+@pytest.mark.parametrize("width", [576, 128, 1000])
+def test_embedding_with_and_without_norm_matches_its_twin(width: int) -> None:
+    table, weight = torch.randn(50, width), torch.randn(width)
+    input_ids = torch.tensor([49, 0, 7, 7, 12])
+    mine, twin = (
+        f.embed_rms_norm(input_ids, table, weight, 1e-5) for f in (embedding_triton, fused)
+    )
+    torch.testing.assert_close(mine, twin)
+    assert torch.equal(mine[1], twin[1])
+    assert torch.equal(embedding_triton.embedding(input_ids, table), twin[1])
 
 
 def test_norm_of_heads_inside_a_fused_projection() -> None:
