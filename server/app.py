@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from duograph.server import errors
 from duograph.server.dashboard import add_dashboard
+from duograph.server.direct import DirectRoutes
 from duograph.server.docs import add_docs
 from duograph.server.errors import ApiError, quote
 from duograph.server.graph_report import graphs
@@ -47,7 +48,15 @@ def create_app(serving: Serving) -> ASGIApp:
     add_dashboard(api)
     describe(api, serving)
     http = serving.config.http
-    app: ASGIApp = BearerAuth(api, serving.config.api_keys, serving.config.admin_keys)
+    app: ASGIApp = DirectRoutes(
+        api,
+        {
+            "/v1/chat/completions": serving.chat,
+            "/v1/completions": serving.completion,
+            "/generate": serving.generate,
+        },
+    )
+    app = BearerAuth(app, serving.config.api_keys, serving.config.admin_keys)
     app = HostCheck(
         app,
         bind_host=http.host,
