@@ -235,9 +235,12 @@ class Serving:
             self._generations.discard(generation)
 
         admission.on_release(close)
+        # made now, while the engine works
+        stream = answer.stream(generation, admission.end) if answer.streamed else None
         await generation.started
-        if answer.streamed and generation.error is None and not generation.abandoned:
-            return answer.stream(generation, admission.hand_over())
+        if stream is not None and generation.error is None and not generation.abandoned:
+            admission.hand_over()
+            return stream
         await generation.done
         if generation.abandoned:
             return Response(status_code=CLIENT_GONE)
@@ -262,7 +265,7 @@ class _Admission:
 
     def __exit__(self, *_: object) -> None:
         if not self._handed_over:
-            self._end()
+            self.end()
 
     def grow(self, sequences: int) -> None:
         """The request has turned out to be ``sequences``. Raises ApiError if they are too many."""
@@ -275,12 +278,11 @@ class _Admission:
     def on_release(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
-    def hand_over(self) -> Callable[[], None]:
-        """The place now belongs to the caller, who must call the result once."""
+    def hand_over(self) -> None:
+        """The place now belongs to the caller, who must call ``end`` once."""
         self._handed_over = True
-        return self._end
 
-    def _end(self) -> None:
+    def end(self) -> None:
         for callback in self._callbacks:
             callback()
         self._serving._release(self._sequences)
