@@ -54,6 +54,34 @@ def test_what_a_text_is_made_of_is_not_counted(text: str) -> None:
     assert parse_object(json.dumps({"prompt": prompt}).encode()) == {"prompt": prompt}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"n": 1, "n": 1}',
+        b'{"n": 1, "\\u006e": 2}',
+        b'{"n": {"m": 1}, "n": 2}',
+        b'{"n": [1, [{"m": 1, "m": 2}]]}',
+        b'{"n": [{"m": [1]}, {"m": {"k": 1, "k": ":"}}]}',
+        b'{"n": "[{", "o": [{"m": 1, "m": 2}]}',
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused_wherever_it_is(body: bytes) -> None:
+    with pytest.raises(ApiError, match="twice"):
+        parse_object(body)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"n": 1},
+        {"n": [1, 2, {"n": [{"n": {}}, {"n": []}]}]},
+        {"n": ":", ":": "[{:", "m": [{"n": "]"}, {"n": ":"}]},
+    ],
+)
+def test_keys_of_different_objects_may_be_the_same(document: dict[str, Any]) -> None:
+    assert parse_object(json.dumps(document).encode()) == document
+
+
 def test_others_are_served_while_a_large_body_is_refused(http: httpx.Client) -> None:
     body = b'{"prompt": "The", "metadata": [' + b",".join([b"[]"] * 1_300_000) + b"]}"
     answer = http.post(
