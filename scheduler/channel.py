@@ -36,11 +36,10 @@ class Receiver(Generic[T]):
         """Every message that waits, at most ``limit``; never blocks."""
         messages: list[T] = []
         for _ in range(limit):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            # asked first: an exception for nothing is ten times as slow, at every step
+            if not self.has_messages():
                 break
-            message = self._decode(frames)
+            message = self._decode(self._socket.recv_multipart(zmq.NOBLOCK))
             if message is not None:
                 messages.append(message)
         return messages
