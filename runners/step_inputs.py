@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -122,24 +121,20 @@ class StepInputs:
                 allocator, which hands one out again only when the copies from it have run; who
                 lets a kernel read it has to keep it until then.
         """
+        sections = [rows, positions, out_cache_loc, _halves(seq_lens)]
+        if input_ids is not None:
+            starts = np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(extend_lens, out=starts[1:])
+            sections += [input_ids, starts[1:] - 1, _halves(starts)]
+        if page_updates is not None:
+            sections.append(_halves(page_updates.ravel()))
+        if row_inits:
+            sections += _row_sections(row_inits)
         updates = 0 if page_updates is None else page_updates.shape[1]
         layout = Layout(len(rows), len(positions), input_ids is not None, updates, len(row_inits))
         words = torch.empty(sum(layout.sizes()), dtype=torch.int64, pin_memory=pinned)
-        inputs = layout.views(words)
-        _fill(inputs.req_pool_indices, rows)
-        _fill(inputs.positions, positions)
-        _fill(inputs.out_cache_loc, out_cache_loc)
-        _fill(inputs.seq_lens, seq_lens)
-        if input_ids is not None:
-            starts = np.fromiter(accumulate(extend_lens, initial=0), np.int64, len(rows) + 1)
-            _fill(inputs.input_ids, input_ids)
-            _fill(inputs.last_rows, starts[1:] - 1)
-            _fill(inputs.query_start_loc, starts)
-        if page_updates is not None:
-            _fill(inputs.page_updates, page_updates)
-        if row_inits:
-            _fill_rows(inputs, row_inits)
-        return inputs
+        np.concatenate(sections, out=words.numpy(), casting="same_kind")
+        return layout.views(words)
 
     def to(self, device: torch.device) -> StepInputs:
         """The same on ``device``, by one copy that does not wait."""
@@ -153,20 +148,19 @@ class StepInputs:
         return self.to(device) if on_host and not self.words.is_pinned() else self
 
 
-def _fill(view: torch.Tensor | None, values: Array) -> None:
-    assert view is not None
-    view.numpy()[...] = values
+def _halves(values: Array) -> Array:
+    """``values`` as 4-byte integers, two in a word of 8."""
+    words = np.zeros(_words(len(values)), np.int64)
+    words.view(np.int32)[: len(values)] = values
+    return words
 
 
-def _fill_rows(inputs: StepInputs, row_inits: Sequence[tuple[int, SamplingParams]]) -> None:
-    assert inputs.row_ints is not None and inputs.row_floats is not None
+def _row_sections(row_inits: Sequence[tuple[int, SamplingParams]]) -> list[Array]:
+    """``row_ints`` and ``row_floats``."""
     params = [sampling for _, sampling in row_inits]
-    inputs.row_ints.numpy()[...] = [
-        [row for row, _ in row_inits],
-        [p.top_k for p in params],
-        [p.seed for p in params],
-    ]
-    inputs.row_floats.numpy()[...] = float_columns(params)
+    ints = [[row for row, _ in row_inits], [p.top_k for p in params], [p.seed for p in params]]
+    floats = np.array(float_columns(params), np.float32)
+    return [np.array(ints, np.int64).ravel(), floats.ravel().view(np.int64)]
 
 
 def float_columns(params: Sequence[SamplingParams]) -> list[list[float]]:
