@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from duograph.kernels.launch import Launcher
+
 _BLOCK = 1024
 _MOST_VECTORS = 4
 
@@ -32,16 +34,14 @@ def copy_padded(
     if not end:
         return
     missing = _MOST_VECTORS - vectors
-    _copy_padded_kernel[(vectors, triton.cdiv(end, _BLOCK))](
-        *sources,
-        *(sources[0],) * missing,
-        *targets,
-        *(targets[0],) * missing,
-        *fills,
-        *(0,) * missing,
-        count,
-        end,
-        BLOCK=_BLOCK,
+    read = (*sources, *(sources[0],) * missing)
+    written = (*targets, *(targets[0],) * missing)
+    fill = (*fills, *(0,) * missing)
+    _launch_copy_padded(
+        (vectors, -(-end // _BLOCK), 1),
+        (*read, *written, *fill, count, end, _BLOCK),
+        key=tuple([tensor.dtype for tensor in (*read, *written)]),
+        aligned=(),
         num_warps=8,
     )
 
@@ -49,8 +49,12 @@ def copy_padded(
 def update_pages(updates: torch.Tensor, page_table: torch.Tensor) -> None:
     """See ``step_inputs.update_pages``."""
     count = updates.shape[1]
-    _update_pages_kernel[(triton.cdiv(count, _BLOCK),)](
-        updates, page_table, page_table.stride(0), count, BLOCK=_BLOCK, num_warps=8
+    _launch_update_pages(
+        (-(-count // _BLOCK), 1, 1),
+        (updates, page_table, page_table.stride(0), count, _BLOCK),
+        key=(updates.dtype, page_table.dtype),
+        aligned=(),
+        num_warps=8,
     )
 
 
@@ -58,8 +62,11 @@ def update_rows(
     ints: torch.Tensor, floats: torch.Tensor, int_table: torch.Tensor, float_table: torch.Tensor
 ) -> None:
     """See ``step_inputs.update_rows``."""
-    _update_rows_kernel[(8,)](
-        ints, floats, int_table, float_table, ints.shape[1], int_table.stride(0), BLOCK=128
+    _launch_update_rows(
+        (len(int_table) + len(float_table), 1, 1),
+        (ints, floats, int_table, float_table, ints.shape[1], int_table.stride(0), 128),
+        key=(ints.dtype, floats.dtype, int_table.dtype, float_table.dtype),
+        aligned=(),
     )
 
 
@@ -111,7 +118,10 @@ def _copy_block(
     tl.store(target + places, filled, mask=places < end)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["updates"])
+@triton.jit(
+    do_not_specialize=["count", "stride"],
+    do_not_specialize_on_alignment=["updates", "page_table"],
+)
 def _update_pages_kernel(
     updates: tl.tensor,
     page_table: tl.tensor,
@@ -128,7 +138,8 @@ def _update_pages_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["count", "stride"], do_not_specialize_on_alignment=["ints", "floats"]
+    do_not_specialize=["count", "stride"],
+    do_not_specialize_on_alignment=["ints", "floats", "int_table", "float_table"],
 )
 def _update_rows_kernel(
     ints: tl.tensor,
@@ -151,3 +162,8 @@ def _update_rows_kernel(
         else:
             scores = tl.load(floats + (column - 2) * count + places, mask=inside, other=0.0)
             tl.store(float_table + (column - 2) * stride + rows, scores, mask=inside)
+
+
+_launch_copy_padded = Launcher(_copy_padded_kernel)
+_launch_update_pages = Launcher(_update_pages_kernel)
+_launch_update_rows = Launcher(_update_rows_kernel)

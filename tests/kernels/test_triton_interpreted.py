@@ -27,6 +27,8 @@ from duograph.kernels import (
     sampling,
     sampling_filters_triton,
     sampling_triton,
+    step_inputs,
+    step_inputs_triton,
 )
 from duograph.kernels.few_rows_triton import few_rows_linear
 from duograph.kernels.gemv_triton import fused_gemv
@@ -215,3 +217,27 @@ def test_masked_logits_are_those_of_the_definition(vocab: int) -> None:
     bits = torch.randint(-(2**31), 2**31 - 1, (2, words)).to(torch.int32)
     expected = bitmask._masked_by_tensor_ops(logits, index, bits)
     assert torch.equal(bitmask_triton.masked_logits(logits, index, bits), expected)
+
+
+@pytest.mark.parametrize("count, end", [(1, 1), (3, 8), (1500, 2048)])
+def test_padded_copies_match_their_twin(count: int, end: int) -> None:
+    sources = [torch.randint(0, 99, (count,)), torch.randint(0, 99, (count,)).int()]
+    results = []
+    for copy in (step_inputs_triton.copy_padded, step_inputs.copy_padded):
+        targets = [torch.full((end + 1,), -7, dtype=source.dtype) for source in sources]
+        copy(sources, targets, [0, 1], count=count, end=end)
+        results.append(targets)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_table_updates_match_their_twins() -> None:
+    updates = torch.tensor([[3, 3, 1], [0, 2, 1], [7, 9, 4]], dtype=torch.int32)
+    ints, floats = torch.tensor([[4, 0], [5, -1], [-9, 2**40]]), torch.rand(6, 2)
+    results = []
+    for module in (step_inputs_triton, step_inputs):
+        pages = torch.zeros(4, 3, dtype=torch.int32)
+        tables = (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(6, 5))
+        module.update_pages(updates, pages)
+        module.update_rows(ints, floats, *tables)
+        results.append((pages, *tables))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
