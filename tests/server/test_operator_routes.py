@@ -189,7 +189,8 @@ def _with_replays(http: Any) -> Any:
     return page if "replays" in page["decode"]["sizes"].get("4", {}) else None
 
 
-async def test_an_exception_of_ours_is_a_500_in_the_envelope() -> None:
+@pytest.mark.parametrize(("method", "path"), [("GET", "/ping"), ("POST", "/v1/completions")])
+async def test_an_exception_of_ours_is_a_500_in_the_envelope(method: str, path: str) -> None:
     from duograph.server.app import create_app
 
     class Broken:
@@ -207,9 +208,14 @@ async def test_an_exception_of_ours_is_a_500_in_the_envelope() -> None:
         def unavailable(self) -> Any:
             raise KeyError("a bug")
 
+        async def completion(self, _request: Any) -> Any:
+            raise KeyError("a bug")
+
+        chat = generate = completion
+
     transport = httpx.ASGITransport(create_app(Broken()), raise_app_exceptions=False)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        answer = await client.get("/ping")
+        answer = await client.request(method, path)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert answer.headers["x-request-id"] and "KeyError" not in answer.text
