@@ -1,8 +1,9 @@
-"""The two loops of the engine, side by side, in the same verbs: receive, step (commit, admit,
-plan), send, build, launch, wait.
+"""The two loops of the engine, side by side, in the same verbs: receive, take (commit, admit),
+send, plan, build, launch, wait.
 
-Tokens are sent before the next step is launched: they have waited for their step, and in the
-overlap loop the device has the step after it to work on meanwhile.
+Tokens are sent before the next step is planned: they have waited for their step, and in the
+overlap loop the device has the step after it to work on meanwhile. What is sent after the plan
+are the ends of requests that could not be planned.
 
 The plain loop reads each result before it makes the next plan. The overlap loop launches step
 n + 1 before it reads the result of n, so that the device never waits for Python: sampled tokens
@@ -49,7 +50,8 @@ def plain_loop(engine: EngineParts) -> None:
     results: list[Event] = []
     while engine.alive():
         events = results + engine.receive(block=engine.scheduler.is_idle)
-        step = engine.scheduler.step(events, engine.now())
+        engine.send(engine.scheduler.take(events, engine.now()))
+        step = engine.scheduler.plan()
         engine.send(step)
         launched = engine.launch(engine.build(step.plan)) if step.plan else None
         results = [launched.wait()] if launched else []
@@ -60,7 +62,8 @@ def overlap_loop(engine: EngineParts) -> None:
     running: PendingStep | None = None  # launched before ``launched``; its result is not read
     while engine.alive():
         events = results + engine.receive(block=engine.scheduler.is_idle)
-        step = engine.scheduler.step(events, engine.now())
+        engine.send(engine.scheduler.take(events, engine.now()))
+        step = engine.scheduler.plan()
         engine.send(step)
         launched = engine.launch(engine.build(step.plan)) if step.plan else None
         results = [running.wait()] if running else []

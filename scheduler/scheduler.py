@@ -1,4 +1,5 @@
-"""The scheduler: ``step(events, now)`` takes what happened and says what to run and to send.
+"""The scheduler: ``step(events, now)`` takes what happened and says what to run and to send. Or in
+two halves, ``take`` and ``plan``, so that tokens need not wait for the plan of the next step.
 
 Pure: no clock, socket, thread, torch or random number inside, so the same events and times give
 the same steps, and a test may drive it through any history. Events are messages of the
@@ -69,8 +70,18 @@ class Scheduler:
     def is_idle(self) -> bool:
         return self.queues.is_idle
 
+    # All three raise EngineFault if the engine must end; ``fail_all`` then gives the last messages.
+
     def step(self, events: Sequence[Event], now: float) -> Step:
-        """Raises EngineFault if the engine must end; ``fail_all`` then gives the last messages."""
+        self._settle(events, now)
+        return self.plan()
+
+    def take(self, events: Sequence[Event], now: float) -> Step:
+        """No plan, but what to send; ``plan`` comes next."""
+        self._settle(events, now)
+        return Step(None, self._outbox.take())
+
+    def _settle(self, events: Sequence[Event], now: float) -> None:
         self._now = now = max(now, self._now)  # a clock that jumps back must not undo timeouts
         for event in events:
             if isinstance(event, GenerateRequest):
@@ -87,6 +98,8 @@ class Scheduler:
         self.queues.sweep()
         if self._fatal is not None:
             raise self._fatal
+
+    def plan(self) -> Step:
         plan = self._planner.plan()
         if self._planner.faulted:
             for request, error in self._planner.faulted:

@@ -138,19 +138,32 @@ def test_the_overlap_loop_launches_one_step_ahead_and_no_step_for_a_foreseen_len
 
 
 @pytest.mark.parametrize("loop", [plain_loop, overlap_loop])
-def test_tokens_are_sent_before_the_next_step_is_launched(loop: Loop) -> None:
+def test_tokens_are_sent_before_the_next_step_is_planned(loop: Loop) -> None:
     worker = FakeWorker()
     bench = Bench({1: [request(1, prompt=3, new=10)]}, worker)
-    seen: list[tuple[int, int]] = []  # tokens sent, results read, at each launch
-    launch = worker.launch
+    seen: list[tuple[int, int]] = []  # tokens sent, results read, at each plan
+    plan = bench.scheduler.plan
 
-    def record(batch: ForwardBatch) -> PendingStep:
+    def record() -> Step:
         seen.append((len(bench.tokens.get(1, [])), len(worker.waited)))
-        return launch(batch)
+        return plan()
 
-    worker.launch = record  # type: ignore[method-assign, assignment]
+    bench.scheduler.plan = record  # type: ignore[method-assign]
     loop(bench)
-    assert len(seen) == 10 and all(sent == read for sent, read in seen)
+    assert len(seen) >= 10 and all(sent == read for sent, read in seen)
+
+
+@pytest.mark.parametrize("loop", [plain_loop, overlap_loop])
+def test_who_cannot_be_planned_is_told_at_once(loop: Loop) -> None:
+    bench = Bench({1: [request(1, prompt=3, new=10)]}, FakeWorker())
+
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    bench.scheduler.queues.kv.cost = broken  # type: ignore[method-assign, assignment]
+    loop(bench)
+    assert bench.finished[1].error_code == "internal"
+    assert bench.now() == 1.0, "in the turn in which it came"
 
 
 def test_an_eos_finish_wastes_one_row_in_overlap_and_none_in_plain() -> None:
