@@ -3,167 +3,315 @@ them, and may read before it waits for the kernel before it, starts when it has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from duograph.kernels.launch import Launcher
+from duograph.kernels.step_inputs import (
+    ROW_FLOATS,
+    ROW_INTS,
+    DecodeTargets,
+    ExtendTargets,
+    Layout,
+    Tables,
+)
 
 _BLOCK = 1024
-_MOST_VECTORS = 4
 
 
-def copy_padded(
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    fills: Sequence[int],
+def load_decode(
+    words: torch.Tensor,
+    layout: Layout,
+    tables: Tables,
+    targets: DecodeTargets,
     *,
-    count: int,
-    end: int,
+    padded: int,
+    page_size: int,
 ) -> None:
-    """See ``step_inputs.copy_padded``.
-
-    Raises:
-        ValueError: no vector or more than four.
-    """
-    vectors = len(sources)
-    if not 1 <= vectors <= _MOST_VECTORS:
-        raise ValueError(f"copy_padded takes 1 to {_MOST_VECTORS} vectors, got {vectors}")
-    if not end:
-        return
-    missing = _MOST_VECTORS - vectors
-    read = (*sources, *(sources[0],) * missing)
-    written = (*targets, *(targets[0],) * missing)
-    fill = (*fills, *(0,) * missing)
-    _launch_copy_padded(
-        (vectors, -(-end // _BLOCK), 1),
-        (*read, *written, *fill, count, end, _BLOCK),
-        key=tuple([tensor.dtype for tensor in (*read, *written)]),
+    """See ``step_inputs.load_decode``. ``words`` on the device or in page-locked memory, where
+    it has to stay until the device has got there."""
+    _launch_decode(
+        (2, 1, 1),
+        (words, *tables, *targets, *_numbers(layout, tables), padded, *_shape(page_size)),
+        key=(tables.page_table.device, page_size),
         aligned=(),
         num_warps=8,
     )
 
 
-def update_pages(updates: torch.Tensor, page_table: torch.Tensor) -> None:
-    """See ``step_inputs.update_pages``."""
-    count = updates.shape[1]
-    _launch_update_pages(
+def load_extend(
+    words: torch.Tensor,
+    layout: Layout,
+    tables: Tables,
+    targets: ExtendTargets,
+    *,
+    longest: int,
+    padded: int,
+    page_size: int,
+) -> None:
+    """See ``step_inputs.load_extend``; ``words`` as in ``load_decode``."""
+    blocks = -(-max(longest, padded - layout.tokens) // _BLOCK)
+    _launch_extend(
+        (layout.sequences + 2, blocks, 1),
+        (
+            words,
+            *tables[:3],
+            *targets,
+            *_numbers(layout, tables),
+            layout.tokens,
+            padded,
+            *_shape(page_size),
+        ),
+        key=(tables.page_table.device, page_size),
+        aligned=(),
+        num_warps=8,
+    )
+
+
+def to_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies an int64 vector to page-locked memory of the host, by a kernel: one that follows
+    starts some microseconds earlier than behind a copy engine. Complete once an event recorded
+    behind it is."""
+    count = len(source)
+    _launch_copy(
         (-(-count // _BLOCK), 1, 1),
-        (updates, page_table, page_table.stride(0), count, _BLOCK),
-        key=(updates.dtype, page_table.dtype),
+        (source, target, count, _BLOCK),
+        key=source.device,
         aligned=(),
         num_warps=8,
     )
 
 
-def update_rows(
-    ints: torch.Tensor, floats: torch.Tensor, int_table: torch.Tensor, float_table: torch.Tensor
-) -> None:
-    """See ``step_inputs.update_rows``."""
-    _launch_update_rows(
-        (len(int_table) + len(float_table), 1, 1),
-        (ints, floats, int_table, float_table, ints.shape[1], int_table.stride(0), 128),
-        key=(ints.dtype, floats.dtype, int_table.dtype, float_table.dtype),
-        aligned=(),
+def _numbers(layout: Layout, tables: Tables) -> tuple[int, ...]:
+    return (
+        layout.sequences,
+        layout.pages,
+        layout.page_updates,
+        layout.row_inits,
+        layout.updates_at,
+        tables.page_table.stride(0),
+        tables.ints.stride(0),
     )
 
 
-@triton.jit(
-    do_not_specialize=["f0", "f1", "f2", "f3", "count", "end"],
-    do_not_specialize_on_alignment=["s0", "s1", "s2", "s3", "t0", "t1", "t2", "t3"],
-)
-def _copy_padded_kernel(
-    s0: tl.tensor,
-    s1: tl.tensor,
-    s2: tl.tensor,
-    s3: tl.tensor,
-    t0: tl.tensor,
-    t1: tl.tensor,
-    t2: tl.tensor,
-    t3: tl.tensor,
-    f0: tl.tensor,
-    f1: tl.tensor,
-    f2: tl.tensor,
-    f3: tl.tensor,
-    count: tl.tensor,
-    end: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Grid (vectors, blocks)."""
-    vector = tl.program_id(0)
-    if vector == 0:
-        _copy_block(s0, t0, f0, count, end, BLOCK)
-    elif vector == 1:
-        _copy_block(s1, t1, f1, count, end, BLOCK)
-    elif vector == 2:
-        _copy_block(s2, t2, f2, count, end, BLOCK)
-    else:
-        _copy_block(s3, t3, f3, count, end, BLOCK)
+def _shape(page_size: int) -> tuple[int, ...]:
+    return page_size, ROW_INTS, ROW_FLOATS, _BLOCK
+
+
+_POINTERS = [
+    "words",
+    "page_table",
+    "row_ints",
+    "row_floats",
+    "next_tokens",
+    "rows_out",
+    "lens_out",
+    "query_start_out",
+    "last_out",
+    "ids_out",
+    "positions_out",
+    "slots_out",
+]
+_NUMBERS = [
+    "sequences",
+    "pages",
+    "updates",
+    "inits",
+    "updates_at",
+    "table_stride",
+    "row_stride",
+    "tokens",
+    "padded",
+]
+
+
+# One variant for all: layouts differ from step to step, and a block lies anywhere.
+_jit = triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 
 
 @triton.jit
-def _copy_block(
-    source: tl.tensor,
-    target: tl.tensor,
-    fill: tl.tensor,
-    count: tl.tensor,
-    end: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(source + places, mask=places < count, other=0)
-    filled = tl.where(places < count, values, fill.to(values.dtype))
-    tl.store(target + places, filled, mask=places < end)
-
-
-@triton.jit(
-    do_not_specialize=["count", "stride"],
-    do_not_specialize_on_alignment=["updates", "page_table"],
-)
-def _update_pages_kernel(
-    updates: tl.tensor,
+def _update_tables(
+    words: tl.tensor,
     page_table: tl.tensor,
-    stride: tl.tensor,
-    count: tl.tensor,
+    row_ints: tl.tensor,
+    row_floats: tl.tensor,
+    updates: tl.tensor,
+    inits: tl.tensor,
+    updates_at: tl.tensor,
+    table_stride: tl.tensor,
+    row_stride: tl.tensor,
+    INTS: tl.constexpr,
+    FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < count
-    rows = tl.load(updates + places, mask=inside, other=0).to(tl.int64)
-    columns = tl.load(updates + count + places, mask=inside, other=0)
-    pages = tl.load(updates + 2 * count + places, mask=inside, other=0)
-    tl.store(page_table + rows * stride + columns, pages, mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=["count", "stride"],
-    do_not_specialize_on_alignment=["ints", "floats", "int_table", "float_table"],
-)
-def _update_rows_kernel(
-    ints: tl.tensor,
-    floats: tl.tensor,
-    int_table: tl.tensor,
-    float_table: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Grid (8,): the two integers of a row, then its six floats."""
-    column = tl.program_id(0)
-    for first in range(0, count, BLOCK):
+    for first in range(0, updates, BLOCK):
         places = first + tl.arange(0, BLOCK)
-        inside = places < count
-        rows = tl.load(ints + places, mask=inside, other=0)
-        if column < 2:
-            values = tl.load(ints + (1 + column) * count + places, mask=inside, other=0)
-            tl.store(int_table + column * stride + rows, values, mask=inside)
-        else:
-            scores = tl.load(floats + (column - 2) * count + places, mask=inside, other=0.0)
-            tl.store(float_table + (column - 2) * stride + rows, scores, mask=inside)
+        inside = places < updates
+        update = words + updates_at + 3 * places
+        row = tl.load(update, mask=inside, other=0)
+        column = tl.load(update + 1, mask=inside, other=0)
+        page = tl.load(update + 2, mask=inside, other=0)
+        tl.store(page_table + row * table_stride + column, page.to(tl.int32), mask=inside)
+    ints = words + updates_at + 3 * updates
+    floats = (ints + INTS * inits).to(tl.pointer_type(tl.float64))
+    for first in range(0, inits, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        inside = places < inits
+        row = tl.load(ints + INTS * places, mask=inside, other=0)
+        for i in tl.static_range(INTS - 1):
+            number = tl.load(ints + INTS * places + 1 + i, mask=inside, other=0)
+            tl.store(row_ints + i * row_stride + row, number, mask=inside)
+        for i in tl.static_range(FLOATS):
+            score = tl.load(floats + FLOATS * places + i, mask=inside, other=0.0)
+            tl.store(row_floats + i * row_stride + row, score.to(tl.float32), mask=inside)
 
 
-_launch_copy_padded = Launcher(_copy_padded_kernel)
-_launch_update_pages = Launcher(_update_pages_kernel)
-_launch_update_rows = Launcher(_update_rows_kernel)
+@_jit
+def _load_decode_kernel(
+    words: tl.tensor,
+    page_table: tl.tensor,
+    row_ints: tl.tensor,
+    row_floats: tl.tensor,
+    next_tokens: tl.tensor,
+    rows_out: tl.tensor,
+    lens_out: tl.tensor,
+    ids_out: tl.tensor,
+    positions_out: tl.tensor,
+    slots_out: tl.tensor,
+    sequences: tl.tensor,
+    pages: tl.tensor,
+    updates: tl.tensor,
+    inits: tl.tensor,
+    updates_at: tl.tensor,
+    table_stride: tl.tensor,
+    row_stride: tl.tensor,
+    padded: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    INTS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (2,): the rows of the batch; the tables."""
+    if tl.program_id(0) == 1:
+        _update_tables(
+            words,
+            page_table,
+            row_ints,
+            row_floats,
+            updates,
+            inits,
+            updates_at,
+            table_stride,
+            row_stride,
+            INTS,
+            FLOATS,
+            BLOCK,
+        )
+        return
+    for first in range(0, padded, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        real = places < sequences
+        inside = places < padded
+        row = tl.load(words + places, mask=real, other=0)
+        length = tl.load(words + sequences + places, mask=real, other=1)
+        page = tl.load(words + 2 * sequences + places, mask=real, other=0)
+        position = length - 1
+        tl.store(rows_out + places, row, mask=inside)
+        tl.store(lens_out + places, length.to(tl.int32), mask=inside)
+        tl.store(positions_out + places, position, mask=inside)
+        tl.store(slots_out + places, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+        tl.store(ids_out + places, tl.load(next_tokens + row, mask=inside, other=0), mask=inside)
+
+
+@_jit
+def _load_extend_kernel(
+    words: tl.tensor,
+    page_table: tl.tensor,
+    row_ints: tl.tensor,
+    row_floats: tl.tensor,
+    rows_out: tl.tensor,
+    lens_out: tl.tensor,
+    query_start_out: tl.tensor,
+    last_out: tl.tensor,
+    ids_out: tl.tensor,
+    positions_out: tl.tensor,
+    slots_out: tl.tensor,
+    sequences: tl.tensor,
+    pages: tl.tensor,
+    updates: tl.tensor,
+    inits: tl.tensor,
+    updates_at: tl.tensor,
+    table_stride: tl.tensor,
+    row_stride: tl.tensor,
+    tokens: tl.tensor,
+    padded: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    INTS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (sequences + 2, blocks of tokens): the tokens of each sequence; the padding; the
+    tables and what there is by sequence."""
+    which = tl.program_id(0)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    starts = words + 2 * sequences + pages
+    query_starts = starts + sequences
+    if which < sequences:
+        begin = tl.load(query_starts + which)
+        inside = places < tl.load(query_starts + which + 1) - begin
+        start = tl.load(starts + which)
+        position = start + places
+        column = position // PAGE_SIZE - start // PAGE_SIZE
+        sequence_pages = words + 2 * sequences + tl.load(query_starts + sequences + 1 + which)
+        page = tl.load(sequence_pages + column, mask=inside, other=0)
+        ids = words + updates_at + 3 * updates + (INTS + FLOATS) * inits + begin
+        tl.store(ids_out + begin + places, tl.load(ids + places, mask=inside), mask=inside)
+        tl.store(positions_out + begin + places, position, mask=inside)
+        slot = page * PAGE_SIZE + position % PAGE_SIZE
+        tl.store(slots_out + begin + places, slot, mask=inside)
+    elif which == sequences:
+        nothing = tl.zeros([BLOCK], tl.int64)
+        behind = tokens + places < padded
+        tl.store(ids_out + tokens + places, nothing, mask=behind)
+        tl.store(positions_out + tokens + places, nothing, mask=behind)
+        tl.store(slots_out + tokens + places, nothing, mask=behind)
+    elif tl.program_id(1) == 0:
+        _update_tables(
+            words,
+            page_table,
+            row_ints,
+            row_floats,
+            updates,
+            inits,
+            updates_at,
+            table_stride,
+            row_stride,
+            INTS,
+            FLOATS,
+            BLOCK,
+        )
+        for first in range(0, sequences + 1, BLOCK):
+            each = first + tl.arange(0, BLOCK)
+            inside = each < sequences
+            end = tl.load(query_starts + each, mask=each <= sequences, other=0)
+            tl.store(query_start_out + each, end.to(tl.int32), mask=each <= sequences)
+            tl.store(last_out + each - 1, end - 1, mask=(each > 0) & (each <= sequences))
+            tl.store(rows_out + each, tl.load(words + each, mask=inside), mask=inside)
+            length = tl.load(words + sequences + each, mask=inside)
+            tl.store(lens_out + each, length.to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["source", "target"])
+def _copy_kernel(
+    source: tl.tensor, target: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Grid (blocks,)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(source + places, mask=places < count)
+    tl.store(target + places, values, mask=places < count)
+
+
+_launch_decode = Launcher(_load_decode_kernel)
+_launch_extend = Launcher(_load_extend_kernel)
+_launch_copy = Launcher(_copy_kernel)

@@ -89,9 +89,9 @@ class ForwardBatch:
 
     step_id: int
     mode: ForwardMode
-    inputs: StepInputs  # in host memory, pinned if the device is to read it asynchronously
+    inputs: StepInputs
     extend_lens: list[int]  # tokens of each sequence in this step; all 1 in decode
-    row_inits: list[RowInit]  # the rows in ``inputs.row_ints``
+    row_inits: list[RowInit]  # of the rows that are taken
     sampling: SamplingBatch
 
     @property
@@ -100,29 +100,30 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        return self.inputs.layout.tokens
+        layout = self.inputs.layout
+        return layout.tokens or layout.sequences
 
 
 def dummy_batch(mode: ForwardMode, size: int, *, pinned: bool = False) -> ForwardBatch:
     """``size`` decode rows of the dummy request, or one dummy prompt of ``size`` tokens, with
     every filter on."""
-    decode = mode is ForwardMode.DECODE
-    sequences = size if decode else 1
-    zeros = np.zeros(size, np.int64)
-    extend_lens = [1] * size if decode else [size]
+    if mode is ForwardMode.DECODE:
+        inputs = StepInputs.decode([0] * size, [1] * size, [0] * size, pinned=pinned)
+    else:
+        inputs = StepInputs.extend(
+            [0],
+            [size],
+            [0] * size,  # enough for any page size
+            starts=[0],
+            tokens=[np.zeros(size, np.int64)],
+            page_size=1,
+            pinned=pinned,
+        )
     return ForwardBatch(
         step_id=0,
         mode=mode,
-        inputs=StepInputs.pack(
-            rows=zeros[:sequences],
-            seq_lens=np.full(sequences, 1 if decode else size),
-            positions=zeros if decode else np.arange(size),
-            out_cache_loc=zeros,
-            input_ids=None if decode else zeros,
-            extend_lens=extend_lens,
-            pinned=pinned,
-        ),
-        extend_lens=extend_lens,
+        inputs=inputs,
+        extend_lens=[1] * size if mode is ForwardMode.DECODE else [size],
         row_inits=[],
         sampling=SamplingBatch(filtered=True),
     )

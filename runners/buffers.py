@@ -12,14 +12,12 @@ from typing import NamedTuple
 import torch
 
 from duograph.kernels import step_inputs
+from duograph.kernels.step_inputs import DecodeTargets, ExtendTargets, Tables
 from duograph.runners.request_table import DUMMY_ROW
 from duograph.runners.step_inputs import StepInputs
 
 DUMMY_SEQ_LEN = 1
 DUMMY_SLOT = 0
-
-_DECODE_DUMMIES = (DUMMY_ROW, 0, DUMMY_SLOT, DUMMY_SEQ_LEN)
-_EXTEND_DUMMIES = (0, 0, DUMMY_SLOT)
 
 
 class ExtendInputs(NamedTuple):
@@ -33,27 +31,35 @@ class ExtendInputs(NamedTuple):
 class GraphInputBuffers:
     """One set for decode and prefill: the two never run at the same time.
 
-    Attributes of decode, by request:
-        req_pool_indices, decode_positions, decode_out_cache_loc: int64 [max_bs]
+    Attributes by request, those of decode padded:
+        req_pool_indices: int64 [max_bs]
         seq_lens: int32 [max_bs]
-        seq_lens_cpu: the same lengths in host memory, replaced by every load
-    Those of prefill, by token, are ``extend_inputs``.
+        seq_lens_cpu: those of the step loaded last, in host memory, replaced by every load
+        decode_ids, decode_positions, decode_out_cache_loc: int64 [max_bs]
+        query_start_loc: int32 [max_bs + 1]; last_rows: int64 [max_bs]; of prefill, not padded
+    Those by token are ``extend_inputs``.
     """
 
-    def __init__(self, *, max_bs: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_bs: int, max_tokens: int, page_size: int, device: torch.device
+    ) -> None:
         self.max_bs = max_bs
         self.max_tokens = max_tokens
+        self._page_size = page_size
         self._device = device
 
         def vector(length: int, fill: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.full((length,), fill, dtype=dtype, device=device)
 
         self.req_pool_indices = vector(max_bs, DUMMY_ROW)
-        self.decode_positions = vector(max_bs, 0)
-        self.decode_out_cache_loc = vector(max_bs, DUMMY_SLOT)
         self.seq_lens = vector(max_bs, DUMMY_SEQ_LEN, torch.int32)
         self._dummy_lens = self.seq_lens.to("cpu", copy=True)
         self.seq_lens_cpu = self._dummy_lens
+        self.decode_ids = vector(max_bs, 0)
+        self.decode_positions = vector(max_bs, 0)
+        self.decode_out_cache_loc = vector(max_bs, DUMMY_SLOT)
+        self.query_start_loc = vector(max_bs + 1, 0, torch.int32)
+        self.last_rows = vector(max_bs, 0)
         # a padding token is token 0 at position 0, written to slot 0
         self._extend = ExtendInputs(
             vector(max_tokens, 0), vector(max_tokens, 0), vector(max_tokens, DUMMY_SLOT)
@@ -61,67 +67,81 @@ class GraphInputBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (*self._decode, *self._extend))
+        found = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        on_device = [tensor for tensor in found if tensor.device.type == self._device.type]
+        return sum(buffer.nbytes for buffer in (*on_device, *self._extend))
 
     def extend_inputs(self, level: int) -> ExtendInputs:
         """Where a prefill step of ``level`` tokens finds its inputs."""
         return ExtendInputs(*(buffer[:level] for buffer in self._extend))
 
-    def load_decode(self, inputs: StepInputs, padded_size: int) -> None:
-        """Copies a decode step to the front; the rows behind it, up to ``padded_size``, are
-        dummies. ``inputs`` in page-locked memory is read when the device gets there, and has to
-        stay until then.
+    def load_decode(self, inputs: StepInputs, padded_size: int, tables: Tables) -> None:
+        """Brings ``tables`` up to date, and the step's rows to the front; those behind it, up to
+        ``padded_size``, are dummies. ``inputs`` in page-locked memory is read when the device
+        gets there, and has to stay until then.
 
         Raises:
             ValueError: the step is larger than ``padded_size`` or that than the buffers.
         """
         size = inputs.layout.sequences
         self._check(size, padded_size, self.max_bs)
-        near = inputs.readable_by(self._device)
-        step_inputs.copy_padded(
-            (near.req_pool_indices, near.positions, near.out_cache_loc, near.seq_lens),
-            self._decode,
-            _DECODE_DUMMIES,
-            count=size,
-            end=padded_size,
+        step_inputs.load_decode(
+            inputs.readable_by(self._device),
+            inputs.layout,
+            tables,
+            DecodeTargets(
+                self.req_pool_indices,
+                self.seq_lens,
+                self.decode_ids,
+                self.decode_positions,
+                self.decode_out_cache_loc,
+            ),
+            padded=padded_size,
+            page_size=self._page_size,
         )
         # A new one each time: who plans with the last one may not be done.
         self.seq_lens_cpu = self._dummy_lens.clone()
         self.seq_lens_cpu[:size] = inputs.seq_lens
 
-    def load_extend(self, inputs: StepInputs, padded_size: int) -> None:
-        """As ``load_decode``, for the per-token inputs of a prefill step; ``padded_size`` is
-        in tokens. What attention reads per sequence is not padded and not copied here."""
-        if inputs.input_ids is None:
-            raise ValueError("an extend batch needs input_ids")
-        size = inputs.layout.tokens
-        self._check(size, padded_size, self.max_tokens)
-        near = inputs.readable_by(self._device)
-        assert near.input_ids is not None
-        step_inputs.copy_padded(
-            (near.input_ids, near.positions, near.out_cache_loc),
-            self._extend,
-            _EXTEND_DUMMIES,
-            count=size,
-            end=padded_size,
+    def load_extend(
+        self, inputs: StepInputs, padded_size: int, tables: Tables, longest: int
+    ) -> None:
+        """As ``load_decode``; ``padded_size`` is in tokens, and what there is by sequence is not
+        padded. ``longest``: tokens of the longest sequence in the step."""
+        layout = inputs.layout
+        if not inputs.is_extend:
+            raise ValueError("an extend batch needs tokens")
+        self._check(layout.tokens, padded_size, self.max_tokens)
+        self._check(layout.sequences, layout.sequences, self.max_bs)
+        step_inputs.load_extend(
+            inputs.readable_by(self._device),
+            layout,
+            tables,
+            ExtendTargets(
+                self.req_pool_indices,
+                self.seq_lens,
+                self.query_start_loc,
+                self.last_rows,
+                *self._extend,
+            ),
+            longest=longest,
+            padded=padded_size,
+            page_size=self._page_size,
         )
+        self.seq_lens_cpu = inputs.seq_lens.to(torch.int32)
 
     def reset(self) -> None:
         """Every row a dummy: the state that graphs are captured in."""
-        for buffer, dummy in zip(
-            (*self._decode, *self._extend), (*_DECODE_DUMMIES, *_EXTEND_DUMMIES), strict=True
-        ):
-            buffer.fill_(dummy)
+        self.req_pool_indices.fill_(DUMMY_ROW)
+        self.seq_lens.fill_(DUMMY_SEQ_LEN)
         self.seq_lens_cpu = self._dummy_lens
-
-    @property
-    def _decode(self) -> tuple[torch.Tensor, ...]:
-        return (
-            self.req_pool_indices,
-            self.decode_positions,
-            self.decode_out_cache_loc,
-            self.seq_lens,
-        )
+        for slots in (self.decode_out_cache_loc, self._extend.out_cache_loc):
+            slots.fill_(DUMMY_SLOT)
+        for zeros in (
+            *(self.decode_ids, self.decode_positions, self.query_start_loc, self.last_rows),
+            *self._extend[:2],
+        ):
+            zeros.zero_()
 
     @staticmethod
     def _check(size: int, padded_size: int, limit: int) -> None:

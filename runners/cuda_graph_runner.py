@@ -1,9 +1,9 @@
 """Decode: one full graph per batch size, from the last tokens to the next ones.
 
-A replay embeds ``next_tokens[row]``, runs the model, computes logits, samples plainly and
-leaves the result in ``next_tokens[row]``, so one step needs nothing from the host but one small
-block of inputs. Logits of all sizes lie in the same pool memory: they are good until the
-next replay. What a request asks beyond plain sampling is the sampler's work after the replay.
+Loading a step takes the input tokens from ``next_tokens[row]``; a replay runs the model, computes
+logits, samples plainly and leaves the result there again, so one step needs nothing from the host
+but one small block of inputs. Logits of all sizes lie in the same pool memory: they are good until
+the next replay. What a request asks beyond plain sampling is the sampler's work after the replay.
 This file knows no graph mechanism (see ``graph.py``) and no request.
 """
 
@@ -95,7 +95,7 @@ class CudaGraphRunner:
         """Captures one size over dummy rows."""
         parts = self._parts
         parts.buffers.reset()
-        context = self.context(size)
+        context = parts.decode_context(size)
         parts.attention.prepare(context.meta)
         forward = self.forward_for(size)
         with use_context(context):
@@ -107,28 +107,18 @@ class CudaGraphRunner:
         self._entries[size] = _Entry(graph, logits, tokens, context, stats)
         return stats
 
-    def context(self, size: int) -> ForwardContext:
-        """The forward context of ``size`` rows of the static buffers."""
-        buffers = self._parts.buffers
-        return self._parts.decode_context(
-            buffers.req_pool_indices[:size],
-            buffers.seq_lens[:size],
-            buffers.decode_out_cache_loc[:size],
-            buffers.seq_lens_cpu[:size],
-        )
-
     def step(self, size: int, forward: Transformer) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds: one decode step over the first ``size`` rows of the buffers.
 
         Returns logits [size, vocab] and the sampled int64 tokens [size].
         """
-        buffers, table = self._parts.buffers, self._parts.table
-        rows = buffers.req_pool_indices[:size]
-        input_ids = table.next_tokens[rows]
-        hidden = forward(input_ids, buffers.decode_positions[:size])
+        buffers = self._parts.buffers
+        hidden = forward(buffers.decode_ids[:size], buffers.decode_positions[:size])
         logits = self._parts.model.compute_logits(hidden)
         # stores the tokens, too: 0 for the dummy row, where padding rows meet
-        tokens = self._sampler.sample_plain(logits, rows, buffers.seq_lens[:size])
+        tokens = self._sampler.sample_plain(
+            logits, buffers.req_pool_indices[:size], buffers.seq_lens[:size]
+        )
         return logits, tokens
 
     def refusal(self, batch: ForwardBatch) -> str | None:
@@ -148,10 +138,10 @@ class CudaGraphRunner:
         assert size is not None, "refusal() was not asked"
         entry = self._entries[size]
         buffers = self._parts.buffers
-        self._parts.table.apply(batch.inputs, batch.row_inits)
         # Static buffers are refilled on the stream that replays, so this cannot overtake the
         # replay before it, which may still be reading them.
-        buffers.load_decode(batch.inputs, size)
+        self._parts.load(batch, size)
+        self._parts.table.init_counts(batch.row_inits)
         meta = entry.context.meta
         meta.seq_lens_cpu = buffers.seq_lens_cpu[:size]
         self._parts.attention.prepare(meta)

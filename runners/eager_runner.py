@@ -6,7 +6,7 @@ import torch
 
 from duograph.runners.batch import ForwardBatch, ForwardMode, ForwardOutput
 from duograph.runners.forward_context import use_context
-from duograph.runners.parts import RunnerParts, check_extend
+from duograph.runners.parts import RunnerParts
 from duograph.runners.prompt_logprobs import PromptScores, score_prompt
 
 
@@ -22,32 +22,31 @@ class EagerRunner:
         Raises:
             ValueError: an extend batch whose lengths do not add up.
         """
-        parts = self._parts
-        inputs = batch.inputs.to(parts.device)
-        parts.table.apply(inputs, batch.row_inits)
-        rows, seq_lens = inputs.req_pool_indices, inputs.seq_lens
+        parts, buffers = self._parts, self._parts.buffers
+        size, tokens = batch.batch_size, batch.num_tokens
+        parts.load(batch, tokens)
+        parts.table.init_counts(batch.row_inits)
         if batch.mode is ForwardMode.DECODE:
-            input_ids = parts.table.next_tokens[rows]
-            context = parts.decode_context(
-                rows, seq_lens, inputs.out_cache_loc, batch.inputs.seq_lens
-            )
+            context = parts.decode_context(size)
         else:
-            check_extend(batch)
-            assert inputs.input_ids is not None
-            input_ids = inputs.input_ids
-            context = parts.extend_context(inputs, batch)
+            context = parts.extend_context(batch, tokens)
         parts.attention.prepare(context.meta)
         scores: PromptScores | None = None
         with torch.no_grad(), use_context(context):
             if batch.mode is ForwardMode.DECODE:
-                forward = parts.model.decode_forward(batch.batch_size)
-                hidden = forward(input_ids, inputs.positions)
+                forward = parts.model.decode_forward(size)
+                hidden = forward(buffers.decode_ids[:size], buffers.decode_positions[:size])
             else:
-                every = parts.model.model(input_ids, inputs.positions)
-                hidden, scores = every[inputs.last_rows], self._prompt_scores(batch, every)
+                inputs = buffers.extend_inputs(tokens)
+                every = parts.model.model(inputs.input_ids, inputs.positions)
+                hidden, scores = every[buffers.last_rows[:size]], self._prompt_scores(batch, every)
             logits = parts.model.compute_logits(hidden)
         return ForwardOutput(
-            logits=logits, tokens=None, rows=rows, seq_lens=seq_lens, prompt_scores=scores
+            logits=logits,
+            tokens=None,
+            rows=buffers.req_pool_indices[:size],
+            seq_lens=buffers.seq_lens[:size],
+            prompt_scores=scores,
         )
 
     def _prompt_scores(self, batch: ForwardBatch, hidden: torch.Tensor) -> PromptScores | None:

@@ -17,7 +17,6 @@ from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.forward_context import ForwardContext
 from duograph.runners.kv_pool import KVPool
 from duograph.runners.request_table import RequestTable
-from duograph.runners.step_inputs import StepInputs
 
 
 class Transformer(Protocol):
@@ -55,48 +54,48 @@ class RunnerParts:
     attention: PhaseBackends
     device: torch.device
 
-    def decode_context(
-        self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-    ) -> ForwardContext:
-        """One query row per sequence; all tensors [bs] and on the device, but for
-        ``seq_lens_cpu``, which holds the lengths in host memory."""
+    def load(self, batch: ForwardBatch, padded_size: int) -> None:
+        """Brings tables and static buffers up to date for ``batch``, padded to so many rows or
+        tokens. Doing it again changes nothing. ``table.init_counts`` is left to the caller.
+
+        Raises:
+            ValueError: the batch is malformed or does not fit.
+        """
+        if batch.mode is ForwardMode.DECODE:
+            self.buffers.load_decode(batch.inputs, padded_size, self.table.tables)
+            return
+        check_extend(batch)
+        longest = max(batch.extend_lens)
+        self.buffers.load_extend(batch.inputs, padded_size, self.table.tables, longest)
+
+    def decode_context(self, size: int) -> ForwardContext:
+        """Of the first ``size`` rows of the static buffers."""
+        buffers = self.buffers
         meta = AttentionMetadata(
             page_table=self.table.page_table,
-            req_pool_indices=rows,
-            seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
+            req_pool_indices=buffers.req_pool_indices[:size],
+            seq_lens=buffers.seq_lens[:size],
+            out_cache_loc=buffers.decode_out_cache_loc[:size],
             page_size=self.kv_pool.page_size,
-            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_cpu=buffers.seq_lens_cpu[:size],
         )
         return self._context(meta, ForwardMode.DECODE)
 
-    def extend_context(
-        self,
-        inputs: StepInputs,
-        batch: ForwardBatch,
-        out_cache_loc: torch.Tensor | None = None,
-    ) -> ForwardContext:
-        """``extend_lens[i]`` query rows of sequence i of ``batch``, one sequence after the other.
-
-        Args:
-            inputs: those of ``batch``, on the device.
-            out_cache_loc: in their place; it may be longer. The rest are padding tokens, which
-                are written to their slots and left alone by attention.
-        """
+    def extend_context(self, batch: ForwardBatch, padded_size: int) -> ForwardContext:
+        """Of ``batch``, which has been loaded: ``extend_lens[i]`` query rows of sequence i, one
+        sequence after the other. The rest of ``padded_size`` are padding tokens, which are
+        written to their slots and left alone by attention."""
+        buffers, count = self.buffers, batch.batch_size
         meta = AttentionMetadata(
             page_table=self.table.page_table,
-            req_pool_indices=inputs.req_pool_indices,
-            seq_lens=inputs.seq_lens,
-            out_cache_loc=inputs.out_cache_loc if out_cache_loc is None else out_cache_loc,
+            req_pool_indices=buffers.req_pool_indices[:count],
+            seq_lens=buffers.seq_lens[:count],
+            out_cache_loc=buffers.extend_inputs(padded_size).out_cache_loc,
             page_size=self.kv_pool.page_size,
-            query_start_loc=inputs.query_start_loc,
+            query_start_loc=buffers.query_start_loc[: count + 1],
             max_extend_len=max(batch.extend_lens),
             num_real_tokens=batch.num_tokens,
-            seq_lens_cpu=batch.inputs.seq_lens,
+            seq_lens_cpu=buffers.seq_lens_cpu,
             extend_lens=batch.extend_lens,
         )
         return self._context(meta, ForwardMode.EXTEND)
@@ -113,8 +112,6 @@ class RunnerParts:
 
 def check_extend(batch: ForwardBatch) -> None:
     """Raises ValueError if an extend batch is malformed in a way that would corrupt memory."""
-    if batch.inputs.input_ids is None:
-        raise ValueError("an extend batch needs input_ids")
     if sum(batch.extend_lens) != batch.num_tokens or min(batch.extend_lens) < 1:
         raise ValueError(
             f"extend_lens {batch.extend_lens} do not add up to {batch.num_tokens} tokens"

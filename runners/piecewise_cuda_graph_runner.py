@@ -17,7 +17,7 @@ from duograph.runners.buckets import padded_size
 from duograph.runners.capture import Progress, SizeStats, Wording, capture_largest_first
 from duograph.runners.forward_context import ForwardContext, use_context
 from duograph.runners.graph import Graph, GraphBackend
-from duograph.runners.parts import RunnerParts, check_extend
+from duograph.runners.parts import RunnerParts
 from duograph.runners.piece_sequence import PieceSequence
 from duograph.runners.piecewise import Cutter
 
@@ -126,27 +126,27 @@ class PiecewiseCudaGraphRunner:
         Raises:
             ValueError: the batch's lengths do not add up.
         """
-        check_extend(batch)
         parts, real = self._parts, batch.num_tokens
         size = padded_size(self.sizes, real)
         assert size is not None, "refusal() was not asked"
         level = self._levels[size]
-        inputs = batch.inputs.to(parts.device)
-        parts.buffers.load_extend(inputs, size)
+        parts.load(batch, size)
         with torch.no_grad(), use_context(level.context):
             level.pieces.start()
-        parts.table.apply(inputs, batch.row_inits)
-        context = parts.extend_context(inputs, batch, level.context.meta.out_cache_loc)
+        context = parts.extend_context(batch, size)
         parts.attention.prepare(context.meta)
+        buffers, count = parts.buffers, batch.batch_size
         with torch.no_grad(), use_context(context):
             level.pieces.finish()
-            logits = parts.model.compute_logits(level.pieces.output[inputs.last_rows])
+            parts.table.init_counts(batch.row_inits)  # the sampler's, while the device is busy
+            hidden = level.pieces.output[buffers.last_rows[:count]]
+            logits = parts.model.compute_logits(hidden)
         level.stats.count(real, size)
         return ForwardOutput(
             logits=logits,
             tokens=None,
-            rows=inputs.req_pool_indices,
-            seq_lens=inputs.seq_lens,
+            rows=buffers.req_pool_indices[:count],
+            seq_lens=buffers.seq_lens[:count],
         )
 
     def stats(self) -> dict[int, SizeStats]:
@@ -164,5 +164,5 @@ class PiecewiseCudaGraphRunner:
         """One dummy sequence of one real token; the rest of the level is padding. A piece
         reads nothing of it but the static out_cache_loc."""
         one = dummy_batch(ForwardMode.EXTEND, 1)
-        locations = self._parts.buffers.extend_inputs(level).out_cache_loc
-        return self._parts.extend_context(one.inputs.to(self._parts.device), one, locations)
+        self._parts.load(one, level)
+        return self._parts.extend_context(one, level)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from duograph.kernels import step_inputs
 from duograph.kernels.bitmask import bitmask_words
+from duograph.kernels.step_inputs import Tables
 from duograph.runners.batch import RowInit
 from duograph.runners.sampling_params import SamplingParams
-from duograph.runners.step_inputs import StepInputs, float_columns
+from duograph.runners.step_inputs import float_params
 from duograph.runners.upload import upload
 
 DUMMY_ROW = 0
@@ -51,9 +51,8 @@ class RequestTable:
         self.vocab_size = vocab_size
         self.page_table = table(0, torch.int32, max_pages)
         self.next_tokens = table(0, torch.int64)
-        # Columns of two blocks, so that a new request is two launches and not eight.
-        fresh = float_columns([SamplingParams(temperature=0.0)] * rows)
-        self._floats = torch.tensor(fresh, dtype=torch.float32, device=device)
+        fresh = torch.tensor(float_params(SamplingParams(temperature=0.0)), dtype=torch.float32)
+        self._floats = fresh[:, None].repeat(1, rows).to(device)
         self.temperature, self.top_p, self.min_p = self._floats[:3]
         self.presence, self.frequency, self.repetition = self._floats[3:]
         self._ints = torch.tensor([[-1] * rows, [0] * rows], dtype=torch.int64, device=device)
@@ -67,26 +66,13 @@ class RequestTable:
         found = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
         return sum(tensor.nbytes for tensor in found if tensor._base is None)
 
-    def apply(self, inputs: StepInputs, row_inits: Sequence[RowInit]) -> None:
-        """Brings the tables up to date for the step of ``inputs``. Doing it again changes
-        nothing."""
-        self.apply_pages(inputs)
-        self.apply_rows(inputs, row_inits)
+    @property
+    def tables(self) -> Tables:
+        """What a step's inputs are written to (kernels/step_inputs.py)."""
+        return Tables(self.page_table, self._ints, self._floats, self.next_tokens)
 
-    def apply_pages(self, inputs: StepInputs) -> None:
-        """The page table alone: attention reads nothing else."""
-        if inputs.page_updates is not None:
-            updates = inputs.readable_by(self.device).page_updates
-            assert updates is not None
-            step_inputs.update_pages(updates, self.page_table)
-
-    def apply_rows(self, inputs: StepInputs, row_inits: Sequence[RowInit]) -> None:
-        """What the sampler reads of the rows that were taken: parameters and counts."""
-        if inputs.row_ints is None:
-            return
-        near = inputs.readable_by(self.device)
-        assert near.row_ints is not None and near.row_floats is not None
-        step_inputs.update_rows(near.row_ints, near.row_floats, self._ints, self._floats)
+    def init_counts(self, row_inits: Sequence[RowInit]) -> None:
+        """What penalties need of the rows that were taken. Doing it again changes nothing."""
         for init in row_inits:
             if init.sampling.needs_penalty:
                 self._init_counts(init)

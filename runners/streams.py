@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from duograph.kernels.step_inputs import to_host
 from duograph.runners.batch import ForwardBatch, StepOutput, StepResult
 from duograph.runners.prompt_logprobs import PromptScores
 from duograph.runners.sampler import LogprobTensors, SampledStep
@@ -107,6 +106,9 @@ def _to_pinned(step: SampledStep) -> SampledStep:
             _pinned_copy(scores.top_logprobs),
         )
     tokens = torch.empty(step.tokens.shape, dtype=step.tokens.dtype, pin_memory=True)
+    # imported here: Triton is there where CUDA is
+    from duograph.kernels.step_inputs_triton import to_host
+
     to_host(step.tokens, tokens)
     return SampledStep(step.step_id, tokens, found, scores)
 

@@ -127,7 +127,10 @@ class ModelWorker:
             model.activation_dtype,
         )
         self._buffers = GraphInputBuffers(
-            max_bs=running, max_tokens=_known(self.config.chunked_prefill_size), device=device
+            max_bs=running,
+            max_tokens=_known(self.config.chunked_prefill_size),
+            page_size=self._layout.page_size,
+            device=device,
         )
         self._sampler = Sampler(self._table)
         # Traced once; its pieces serve the memory measurement and the real captures alike.

@@ -1,4 +1,4 @@
-"""Step -> ForwardBatch: the plan's arrays as tensors, pinned when they go to a GPU.
+"""Step -> ForwardBatch: the plan's numbers as one block, pinned when it goes to a GPU.
 
 The only file of this floor, besides the process's set-up, that knows torch.
 """
@@ -16,7 +16,6 @@ from duograph.scheduler.grammar_masks import MaskMaker
 from duograph.scheduler.loop import PendingStep
 from duograph.scheduler.request import Request
 from duograph.scheduler.step import Plan
-from duograph.scheduler.step_arrays import step_arrays
 
 
 class _PendingMasks:
@@ -42,7 +41,7 @@ class BatchBuilder:
         masks: MaskMaker | None = None,
     ) -> None:
         """``masks`` and ``vocab_size`` are for requests with grammars. ``pinned``: put the
-        tensors into page-locked memory, so that copies to the GPU can be asynchronous."""
+        blocks into page-locked memory, where kernels can read them."""
         self._page_size = page_size
         self._pinned = pinned
         self._words = bitmask_words(vocab_size)
@@ -67,7 +66,7 @@ class BatchBuilder:
         return ForwardBatch(
             step_id=plan.step_id,
             mode=ForwardMode.EXTEND if plan.is_extend else ForwardMode.DECODE,
-            inputs=self._pack(plan, extend_lens),
+            inputs=self.inputs(plan),
             extend_lens=extend_lens,
             row_inits=[_row_init(request) for request in plan.new_rows],
             sampling=SamplingBatch(
@@ -93,17 +92,27 @@ class BatchBuilder:
         block = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
         return _PendingMasks(plan.constrained, block, self._masks.start(plan, block.numpy()))
 
-    def _pack(self, plan: Plan, extend_lens: list[int]) -> StepInputs:
-        arrays = step_arrays(plan, self._page_size)
-        return StepInputs.pack(
-            rows=arrays.rows,
-            seq_lens=arrays.seq_lens,
-            positions=arrays.positions,
-            out_cache_loc=arrays.out_cache_loc,
-            input_ids=arrays.input_ids,
-            extend_lens=extend_lens,
-            page_updates=arrays.page_updates,
-            row_inits=[(request.row, request.sampling) for request in plan.new_rows],
+    def inputs(self, plan: Plan) -> StepInputs:
+        """The block of numbers that ``plan`` brings to the device."""
+        inits = [(request.row, request.sampling) for request in plan.new_rows]
+        if not plan.is_extend:
+            return StepInputs.decode(
+                plan.rows,
+                plan.seq_lens,
+                plan.pages,
+                page_updates=plan.page_updates,
+                row_inits=inits,
+                pinned=self._pinned,
+            )
+        return StepInputs.extend(
+            plan.rows,
+            plan.seq_lens,
+            plan.pages,
+            starts=plan.starts,
+            tokens=plan.tokens,
+            page_size=self._page_size,
+            page_updates=plan.page_updates,
+            row_inits=inits,
             pinned=self._pinned,
         )
 

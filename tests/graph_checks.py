@@ -122,7 +122,6 @@ def replay_and_eager(
     eagerly = _decode_eagerly if decode else _extend_eagerly
     assert runner.refusal(batch) is None
     with torch.no_grad(), on_stream(worker):
-        parts.table.apply(batch.inputs, batch.row_inits)
         before = snapshot(parts)
         replayed = _results(parts, lambda: _logits_and_tokens(runner.run(batch)))
         restore(parts, before)
@@ -143,8 +142,8 @@ def _decode_eagerly(worker: ModelWorker, batch: ForwardBatch) -> list[torch.Tens
     runner, parts = decode_runner(worker), runners_of(worker).parts
     size = padded_size(runner.sizes, batch.batch_size)
     assert size is not None
-    parts.buffers.load_decode(batch.inputs, size)
-    context = runner.context(size)
+    parts.load(batch, size)
+    context = parts.decode_context(size)
     parts.attention.prepare(context.meta)
     with use_context(context):
         logits, tokens = runner.step(size, runner.forward_for(size))
@@ -155,10 +154,9 @@ def _extend_eagerly(worker: ModelWorker, batch: ForwardBatch) -> list[torch.Tens
     runner, parts = prefill_runner(worker), runners_of(worker).parts
     size = padded_size(runner.sizes, batch.num_tokens)
     assert size is not None
-    buffers = parts.buffers
-    buffers.load_extend(batch.inputs, size)
-    inputs = buffers.extend_inputs(size)
-    context = parts.extend_context(batch.inputs.to(parts.device), batch, inputs.out_cache_loc)
+    parts.load(batch, size)
+    inputs = parts.buffers.extend_inputs(size)
+    context = parts.extend_context(batch, size)
     parts.attention.prepare(context.meta)
     ends = torch.tensor(batch.extend_lens).cumsum(0) - 1
     with use_context(context):
@@ -178,7 +176,6 @@ def results_with_dummy_slot(
     parts = runners.parts
     runner = decode_runner(worker) if batch.mode is ForwardMode.DECODE else prefill_runner(worker)
     with torch.no_grad(), on_stream(worker):
-        parts.table.apply(batch.inputs, batch.row_inits)
         before = snapshot(parts)
         for tensor in (*parts.kv_pool.k, *parts.kv_pool.v):
             fill(tensor[0])

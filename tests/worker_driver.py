@@ -3,6 +3,8 @@ the graph runners on CPU and CUDA; knows no graph."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -111,13 +113,11 @@ class WorkerDriver:
             if row not in self.lengths
             for given in [(params or {}).get(row, GREEDY)]
         ]
-        ids = [token for tokens in chunks.values() for token in tokens]
-        counts = {row: len(tokens) for row, tokens in chunks.items()}
-        return self._batch(ForwardMode.EXTEND, counts, ids, inits, sampling)
+        return self._batch(ForwardMode.EXTEND, chunks, inits, sampling)
 
     def decode(self, rows: list[int], sampling: SamplingBatch | None = None) -> ForwardBatch:
         """One more token on each of ``rows``, which the device has in ``next_tokens``."""
-        return self._batch(ForwardMode.DECODE, dict.fromkeys(rows, 1), None, [], sampling)
+        return self._batch(ForwardMode.DECODE, {row: [0] for row in rows}, [], sampling)
 
     def start(self, lengths: dict[int, int], params: SamplingParams = GREEDY) -> None:
         """Prefills a random prompt of the given length on each row."""
@@ -128,42 +128,45 @@ class WorkerDriver:
     def _batch(
         self,
         mode: ForwardMode,
-        counts: dict[int, int],
-        ids: list[int] | None,
+        chunks: dict[int, list[int]],
         inits: list[RowInit],
         sampling: SamplingBatch | None,
     ) -> ForwardBatch:
-        positions: list[int] = []
-        slots: list[int] = []
+        """``chunks``: tokens by row; in decode only their number counts, which is 1."""
+        starts = [self.lengths.get(row, 0) for row in chunks]
+        written: list[int] = []  # pages
         updates: list[tuple[int, int, int]] = []
-        for row, count in counts.items():
-            begin = self.lengths.get(row, 0)
+        for (row, tokens), begin in zip(chunks.items(), starts, strict=True):
+            end = begin + len(tokens)
             pages = self._pages.setdefault(row, [])
-            while len(pages) * self.page_size < begin + count:
+            while len(pages) * self.page_size < end:
                 updates.append((row, len(pages), self._free[-1]))
                 pages.append(self._free.pop())
-            where = range(begin, begin + count)
-            positions += where
-            slots += [
-                pages[p // self.page_size] * self.page_size + p % self.page_size for p in where
-            ]
-            self.lengths[row] = begin + count
+            written += pages[begin // self.page_size :]
+            self.lengths[row] = end
         self._step += 1
+        rows, lens = list(chunks), [self.lengths[row] for row in chunks]
+        common: dict[str, Any] = {
+            "page_updates": updates,
+            "row_inits": [(init.row, init.sampling) for init in inits],
+            "pinned": self.worker.device.type == "cuda",
+        }
+        if mode is ForwardMode.DECODE:
+            inputs = StepInputs.decode(rows, lens, written, **common)
+        else:
+            ids = [np.array(tokens) for tokens in chunks.values()]
+            inputs = StepInputs.extend(
+                *(rows, lens, written),
+                starts=starts,
+                tokens=ids,
+                page_size=self.page_size,
+                **common,
+            )
         return ForwardBatch(
             step_id=self._step,
             mode=mode,
-            inputs=StepInputs.pack(
-                rows=np.array(list(counts)),
-                seq_lens=np.array([self.lengths[row] for row in counts]),
-                positions=np.array(positions),
-                out_cache_loc=np.array(slots),
-                input_ids=None if ids is None else np.array(ids),
-                extend_lens=list(counts.values()),
-                page_updates=np.array(updates).T if updates else None,
-                row_inits=[(init.row, init.sampling) for init in inits],
-                pinned=self.worker.device.type == "cuda",
-            ),
-            extend_lens=list(counts.values()),
+            inputs=inputs,
+            extend_lens=[len(tokens) for tokens in chunks.values()],
             row_inits=inits,
             sampling=sampling or SamplingBatch(),
         )

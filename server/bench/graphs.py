@@ -165,7 +165,6 @@ def plain_batch(mode: ForwardMode, size: int, kv_tokens: int) -> ForwardBatch:
     batch.sampling = SamplingBatch()
     if mode is ForwardMode.DECODE:
         batch.inputs.seq_lens.fill_(kv_tokens)
-        batch.inputs.positions.fill_(kv_tokens - 1)
     return batch
 
 

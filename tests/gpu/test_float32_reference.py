@@ -44,7 +44,6 @@ def step_logits(worker: ModelWorker, batch: ForwardBatch) -> torch.Tensor:
     """float32 [bs, vocab], on the host, of the runner that serves ``batch``."""
     runners = runners_of(worker)
     with torch.no_grad(), on_stream(worker):
-        runners.parts.table.apply(batch.inputs, batch.row_inits)
         runner = runners.pick_runner(batch)
         assert runner is not runners.eager
         return runner.run(batch).logits.to("cpu", torch.float32, copy=True)

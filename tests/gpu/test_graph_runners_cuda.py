@@ -79,12 +79,11 @@ def test_a_one_row_decode_step_is_close_to_the_plain_forward(worker: ModelWorker
     batch = driver.decode([1])
     assert parts.model.decode_forward(1) != parts.model.model
     with torch.no_grad(), on_stream(worker):
-        parts.table.apply(batch.inputs, batch.row_inits)
         before = snapshot(parts)
-        parts.buffers.load_decode(batch.inputs, 1)
+        parts.load(batch, 1)
         results = []
         for forward in (parts.model.decode_forward(1), parts.model.model):
-            with use_context(runner.context(1)):
+            with use_context(parts.decode_context(1)):
                 results.append(runner.step(1, forward)[0].clone())
             restore(parts, before)
     torch.testing.assert_close(*results, atol=0.06, rtol=0.05)

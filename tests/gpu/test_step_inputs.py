@@ -1,73 +1,140 @@
-"""A step's inputs reach buffers and tables, from page-locked memory and from the device."""
+"""A step's block of numbers reaches buffers and tables on CUDA as its twin on the CPU brings it
+there, from page-locked memory and from the device."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from duograph.kernels import step_inputs
+from duograph.kernels.step_inputs import Tables
+from duograph.runners.buffers import GraphInputBuffers
+from duograph.runners.request_table import RequestTable
+from duograph.runners.sampling_params import SamplingParams
+from duograph.runners.step_inputs import StepInputs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LONGS, INTS = torch.int64, torch.int32
+PAGE, ROWS, COLUMNS, TOKENS = 16, 600, 300, 8192
+DEVICES = ("cpu", "cuda")
 
 
-def numbers(count: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """Page-locked, and not aligned unless ``offset`` is even."""
-    block = torch.empty(count + offset, dtype=dtype, pin_memory=True)
-    block.copy_(torch.randint(-(2**31), 2**31, (count + offset,)))
-    return block[offset:]
+class Side:
+    """Buffers and tables on one device, with leftovers everywhere."""
+
+    def __init__(self, name: str) -> None:
+        device = torch.device(name)
+        self.buffers = GraphInputBuffers(
+            max_bs=ROWS, max_tokens=TOKENS, page_size=PAGE, device=device
+        )
+        self.table = RequestTable(
+            max_running_requests=ROWS, max_pages=COLUMNS, vocab_size=8, device=device
+        )
+        self.table.next_tokens.copy_(torch.arange(ROWS + 1) * 3)
+        for tensor in self.tensors():
+            if tensor is not self.table.next_tokens:
+                tensor.fill_(77)
+
+    def tensors(self) -> list[torch.Tensor]:
+        buffers, tables = self.buffers, self.table.tables
+        by_row = [buffers.req_pool_indices, buffers.seq_lens, buffers.last_rows]
+        decode = [buffers.decode_ids, buffers.decode_positions, buffers.decode_out_cache_loc]
+        tokens = [*buffers.extend_inputs(TOKENS), buffers.query_start_loc]
+        return [*by_row, *decode, *tokens, *tables]
+
+    @property
+    def tables(self) -> Tables:
+        return self.table.tables
 
 
-def filled(count: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((count,), -7, dtype=dtype, device="cuda")
-
-
-@pytest.mark.parametrize("count, end", [(1, 1), (3, 8), (8, 8), (511, 512), (5000, 8192)])
-@pytest.mark.parametrize("dtypes", [(LONGS,), (LONGS,) * 3, (LONGS, LONGS, LONGS, INTS)])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_vectors_are_copied_and_padded(
-    count: int, end: int, dtypes: tuple[torch.dtype, ...], on_device: bool
-) -> None:
-    sources = [numbers(count, dtype, offset) for offset, dtype in enumerate(dtypes)]
-    targets = [filled(end + 1, dtype) for dtype in dtypes]
-    fills = [0, 3, 2, 1][: len(dtypes)]
-    read = [source.cuda() if on_device else source for source in sources]
-    step_inputs.copy_padded(read, targets, fills, count=count, end=end)
-    torch.cuda.synchronize()
-    for source, target, fill in zip(sources, targets, fills, strict=True):
-        assert target.tolist() == [*source.tolist(), *[fill] * (end - count), -7]
-
-
-@pytest.mark.parametrize("count", [1, 2, 1500])
-def test_pages_and_rows_land_where_the_twin_on_the_cpu_puts_them(count: int) -> None:
-    cells = torch.randperm(count * 3)[:count]
-    updates = torch.stack([cells // 3, cells % 3, torch.arange(count) + 9]).to(INTS)
-    ints = torch.stack([torch.randperm(count + 2)[:count], *torch.randint(-9, 9, (2, count))])
-    floats = torch.rand(6, count)
-    tables = [
-        torch.zeros(count, 3, dtype=INTS),
-        torch.zeros(2, count + 2, dtype=LONGS),
-        torch.zeros(6, count + 2),
+def common(generator: np.random.Generator, updates: int, inits: int) -> dict[str, Any]:
+    cells = generator.permutation(ROWS * COLUMNS)[:updates]
+    params = [
+        SamplingParams(temperature=0.1 * i, top_k=i, top_p=0.5, seed=-(2**62) + i, min_p=0.3)
+        for i in range(inits)
     ]
-    on_device = [table.cuda() for table in tables]
-    step_inputs.update_pages(updates, tables[0])
-    step_inputs.update_rows(ints, floats, *tables[1:])
-    step_inputs.update_pages(updates.pin_memory(), on_device[0])
-    step_inputs.update_rows(ints.pin_memory(), floats.pin_memory(), *on_device[1:])
+    rows = generator.permutation(ROWS)[:inits] + 1
+    return {
+        "page_updates": [(int(c) // COLUMNS, int(c) % COLUMNS, i + 1) for i, c in enumerate(cells)],
+        "row_inits": list(zip(rows.tolist(), params, strict=True)),
+    }
+
+
+def assert_equal(sides: list[Side]) -> None:
     torch.cuda.synchronize()
-    for table, wanted in zip(on_device, tables, strict=True):
-        assert torch.equal(table.cpu(), wanted)
+    for wanted, found in zip(*(side.tensors() for side in sides), strict=True):
+        assert torch.equal(wanted, found.cpu())
+    assert torch.equal(*(side.buffers.seq_lens_cpu for side in sides))
+
+
+@pytest.mark.parametrize("size, padded", [(1, 1), (3, 8), (8, 8), (511, 512), (512, 600)])
+@pytest.mark.parametrize("updates, inits", [(0, 0), (1, 1), (1500, 40)])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_decode(size: int, padded: int, updates: int, inits: int, pinned: bool) -> None:
+    generator = np.random.default_rng(size)
+    rows = (generator.permutation(ROWS)[:size] + 1).tolist()
+    lens = generator.integers(1, 5000, size).tolist()
+    pages = generator.permutation(9999)[:size].tolist()
+    more = common(generator, updates, inits)
+    sides = [Side(name) for name in DEVICES]
+    for side in sides:
+        inputs = StepInputs.decode(rows, lens, pages, pinned=pinned, **more)
+        side.buffers.load_decode(inputs, padded, side.tables)
+        torch.cuda.synchronize()
+    assert_equal(sides)
+
+
+@pytest.mark.parametrize(
+    "lens, padded",
+    [
+        ([1], 1),
+        ([5], 16),
+        ([1024], 1024),
+        ([8192], 8192),
+        ([3, 1, 700, 2], 1024),
+        ([9] * 512, 4608),
+    ],
+)
+@pytest.mark.parametrize("prefix", [0, 37])
+@pytest.mark.parametrize("updates, inits", [(0, 0), (1, 1), (600, 512)])
+def test_extend(lens: list[int], padded: int, prefix: int, updates: int, inits: int) -> None:
+    generator = np.random.default_rng(sum(lens))
+    starts = [prefix + i % 3 if prefix else 0 for i in range(len(lens))]
+    ends = [start + count for start, count in zip(starts, lens, strict=True)]
+    columns = [(e - 1) // PAGE - s // PAGE + 1 for s, e in zip(starts, ends, strict=True)]
+    ids = generator.integers(0, 2**31 - 1, sum(lens), dtype=np.int32)
+    edges = np.cumsum([0, *lens])
+    more = common(generator, updates, inits)
+    sides = [Side(name) for name in DEVICES]
+    for side in sides:
+        inputs = StepInputs.extend(
+            list(range(1, len(lens) + 1)),
+            ends,
+            (np.arange(sum(columns)) + 5).tolist(),
+            starts=starts,
+            tokens=[ids[a:b] for a, b in pairwise(edges)],
+            page_size=PAGE,
+            pinned=True,
+            **more,
+        )
+        side.buffers.load_extend(inputs, padded, side.tables, max(lens))
+        torch.cuda.synchronize()
+    assert_equal(sides)
 
 
 def test_an_event_says_when_a_vector_is_on_the_host() -> None:
-    for round_ in range(200):
-        source = torch.arange(256, device="cuda") + round_
-        target = torch.full((256,), -1, dtype=LONGS, pin_memory=True)
-        step_inputs.to_host(source, target)
+    from duograph.kernels.step_inputs_triton import to_host
+
+    for turn in range(200):
+        source = torch.arange(256, device="cuda") + turn
+        target = torch.full((256,), -1, dtype=torch.int64, pin_memory=True)
+        to_host(source, target)
         done = torch.cuda.Event()
         done.record()
         done.synchronize()
-        assert target.tolist() == list(range(round_, round_ + 256))
+        assert target.tolist() == list(range(turn, turn + 256))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,9 @@ from duograph.kernels import (
 )
 from duograph.kernels.few_rows_triton import few_rows_linear
 from duograph.kernels.gemv_triton import fused_gemv
+from duograph.kernels.step_inputs import DecodeTargets, ExtendTargets, Layout, Tables
+from duograph.runners.sampling_params import SamplingParams
+from duograph.runners.step_inputs import StepInputs
 
 
 @pytest.mark.parametrize("width", [576, 128, 1000])
@@ -219,25 +223,55 @@ def test_masked_logits_are_those_of_the_definition(vocab: int) -> None:
     assert torch.equal(bitmask_triton.masked_logits(logits, index, bits), expected)
 
 
-@pytest.mark.parametrize("count, end", [(1, 1), (3, 8), (1500, 2048)])
-def test_padded_copies_match_their_twin(count: int, end: int) -> None:
-    sources = [torch.randint(0, 99, (count,)), torch.randint(0, 99, (count,)).int()]
-    results = []
-    for copy in (step_inputs_triton.copy_padded, step_inputs.copy_padded):
-        targets = [torch.full((end + 1,), -7, dtype=source.dtype) for source in sources]
-        copy(sources, targets, [0, 1], count=count, end=end)
-        results.append(targets)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+def load(module: Any, layout: Layout, words: torch.Tensor, padded: int) -> list[torch.Tensor]:
+    """All that the step's inputs are written to, on the CPU."""
+    rows = 9
+
+    def vector(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full((size,), -7, dtype=dtype)
+
+    int32 = torch.int32
+    tables = Tables(
+        torch.zeros(rows, 5, dtype=int32),
+        torch.zeros(2, rows, dtype=torch.int64),
+        torch.zeros(6, rows),
+        torch.arange(rows) + 50,
+    )
+    if layout.tokens:
+        by_row = (vector(8), vector(8, int32), vector(9, int32), vector(8))
+        extend = ExtendTargets(*by_row, *(vector(2048) for _ in range(3)))
+        module.load_extend(words, layout, tables, extend, longest=1300, padded=padded, page_size=64)
+        return [*tables, *extend]
+    decode = DecodeTargets(vector(8), vector(8, int32), vector(8), vector(8), vector(8))
+    module.load_decode(words, layout, tables, decode, padded=padded, page_size=64)
+    return [*tables, *decode]
 
 
-def test_table_updates_match_their_twins() -> None:
-    updates = torch.tensor([[3, 3, 1], [0, 2, 1], [7, 9, 4]], dtype=torch.int32)
-    ints, floats = torch.tensor([[4, 0], [5, -1], [-9, 2**40]]), torch.rand(6, 2)
-    results = []
-    for module in (step_inputs_triton, step_inputs):
-        pages = torch.zeros(4, 3, dtype=torch.int32)
-        tables = (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(6, 5))
-        module.update_pages(updates, pages)
-        module.update_rows(ints, floats, *tables)
-        results.append((pages, *tables))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+def test_step_inputs_match_their_twin() -> None:
+    params = SamplingParams(temperature=0.5, top_k=7, seed=-(2**63))
+    more: dict[str, Any] = {
+        "page_updates": [(3, 0, 7), (3, 2, 9), (1, 1, 4)],
+        "row_inits": [(4, params), (2, SamplingParams(seed=5))],
+    }
+    prompts = [torch.arange(1300).numpy(), torch.arange(5).numpy() + 9]
+    steps = [
+        (StepInputs.decode([3, 1, 2], [129, 64, 1], [7, 8, 9], **more), 8),
+        (
+            StepInputs.extend(
+                [3, 1],
+                [1300, 67],
+                [*range(40, 61), 70, 71],
+                starts=[0, 62],
+                tokens=prompts,
+                page_size=64,
+                **more,
+            ),
+            2048,
+        ),
+    ]
+    for inputs, padded in steps:
+        mine, twin = (
+            load(module, inputs.layout, inputs.words, padded)
+            for module in (step_inputs_triton, step_inputs)
+        )
+        assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True))

@@ -13,53 +13,45 @@ from duograph.runners.batch import RowInit
 from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.request_table import RequestTable
 from duograph.runners.sampling_params import SamplingParams
-from duograph.runners.step_inputs import Layout, StepInputs
+from duograph.runners.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 
 
+PAGE = 4
+
+
 def decode_inputs(size: int, **more: Any) -> StepInputs:
-    """Rows 1, 2 .. of lengths 11, 12 ..; ``more`` as in ``StepInputs.pack``."""
-    return StepInputs.pack(
-        np.arange(1, size + 1),
-        np.arange(11, size + 11),
-        np.arange(10, size + 10),
-        np.arange(100, size + 100),
-        **more,
-    )
+    """Rows 1, 2 .. of lengths 11, 12 .. on pages 7, 8 ..; ``more`` as in ``StepInputs.decode``."""
+    rows, lens = range(1, size + 1), range(11, size + 11)
+    return StepInputs.decode(rows, lens, range(7, size + 7), **more)
 
 
-def extend_inputs(ids: Sequence[int]) -> StepInputs:
-    """One sequence."""
-    size = len(ids)
-    return StepInputs.pack(
-        np.array([1]),
-        np.array([size]),
-        np.arange(10, size + 10),
-        np.arange(100, size + 100),
-        input_ids=np.array(ids),
-        extend_lens=[size],
+def extend_inputs(ids: Sequence[int], start: int = 10) -> StepInputs:
+    """One sequence in row 1, behind ``start`` tokens, on pages 20, 21 .."""
+    end = start + len(ids)
+    pages = range(20, 20 + (end - 1) // PAGE - start // PAGE + 1)
+    return StepInputs.extend(
+        [1], [end], pages, starts=[start], tokens=[np.array(ids)], page_size=PAGE
     )
 
 
 def apply(
-    table: RequestTable, inits: Sequence[RowInit] = (), updates: Sequence[Sequence[int]] = ()
+    table: RequestTable,
+    inits: Sequence[RowInit] = (),
+    updates: Sequence[tuple[int, int, int]] = (),
 ) -> None:
     """``updates``: row, column and page of each."""
-    table.apply(inputs_of(inits, updates), inits)
-
-
-def inputs_of(inits: Sequence[RowInit], updates: Sequence[Sequence[int]] = ()) -> StepInputs:
-    return decode_inputs(
-        1,
-        page_updates=np.array(updates).T if updates else None,
-        row_inits=[(init.row, init.sampling) for init in inits],
-    )
+    buffers = GraphInputBuffers(max_bs=8, max_tokens=16, page_size=PAGE, device=CPU)
+    row_inits = [(init.row, init.sampling) for init in inits]
+    inputs = decode_inputs(1, page_updates=updates, row_inits=row_inits)
+    buffers.load_decode(inputs, 1, table.tables)
+    table.init_counts(inits)
 
 
 @pytest.fixture
 def buffers() -> GraphInputBuffers:
-    return GraphInputBuffers(max_bs=8, max_tokens=16, device=CPU)
+    return GraphInputBuffers(max_bs=8, max_tokens=16, page_size=PAGE, device=CPU)
 
 
 def test_fresh_buffers_hold_dummy_requests(buffers: GraphInputBuffers) -> None:
@@ -70,63 +62,94 @@ def test_fresh_buffers_hold_dummy_requests(buffers: GraphInputBuffers) -> None:
 
 
 def test_rows_behind_the_batch_are_dummies_whatever_was_there_before(
-    buffers: GraphInputBuffers,
+    buffers: GraphInputBuffers, table: RequestTable
 ) -> None:
+    table.next_tokens[1:] = torch.arange(61, 69)
     for size in (8, 3, 5, 1, 8, 2):
-        buffers.load_decode(decode_inputs(size), 8)
+        buffers.load_decode(decode_inputs(size), 8, table.tables)
         padding = 8 - size
+        lens = [*range(11, size + 11)]
         assert buffers.req_pool_indices.tolist() == [*range(1, size + 1), *[0] * padding]
-        assert buffers.seq_lens.tolist() == [*range(11, size + 11), *[1] * padding]
+        assert buffers.seq_lens.tolist() == [*lens, *[1] * padding]
         assert torch.equal(buffers.seq_lens_cpu, buffers.seq_lens)
-        assert buffers.decode_positions.tolist() == [*range(10, size + 10), *[0] * padding]
-        assert buffers.decode_out_cache_loc.tolist() == [*range(100, size + 100), *[0] * padding]
+        assert buffers.decode_ids.tolist() == [*range(61, size + 61), *[0] * padding]
+        assert buffers.decode_positions.tolist() == [*(n - 1 for n in lens), *[0] * padding]
+        slots = [(7 + i) * PAGE + (n - 1) % PAGE for i, n in enumerate(lens)]
+        assert buffers.decode_out_cache_loc.tolist() == [*slots, *[0] * padding]
 
 
 def test_tokens_behind_the_prompt_are_dummies_whatever_was_there_before(
-    buffers: GraphInputBuffers,
+    buffers: GraphInputBuffers, table: RequestTable
 ) -> None:
     for size, level in ((14, 16), (3, 16), (8, 8), (8, 11), (2, 3), (8, 16)):
         ids = list(range(50, 50 + size))
-        buffers.load_extend(extend_inputs(ids), level)
+        buffers.load_extend(extend_inputs(ids), level, table.tables, size)
         padding = [0] * (level - size)
         inputs = buffers.extend_inputs(level)
+        where = range(10, 10 + size)
+        slots = [(20 + p // PAGE - 10 // PAGE) * PAGE + p % PAGE for p in where]
         assert inputs.input_ids.tolist() == [*ids, *padding]
-        assert inputs.positions.tolist() == [*range(10, size + 10), *padding]
-        assert inputs.out_cache_loc.tolist() == [*range(100, size + 100), *padding]
+        assert inputs.positions.tolist() == [*where, *padding]
+        assert inputs.out_cache_loc.tolist() == [*slots, *padding]
 
 
-def test_addresses_never_change(buffers: GraphInputBuffers) -> None:
+def test_an_extend_step_has_its_sequences_one_after_the_other(
+    buffers: GraphInputBuffers, table: RequestTable
+) -> None:
+    inputs = StepInputs.extend(
+        [3, 1, 2],
+        [5, 9, 6],
+        [30, 31, 40, 41, 50, 51],
+        starts=[0, 7, 1],
+        tokens=[np.arange(5), np.arange(2) + 10, np.arange(5, dtype=np.int32) + 20],
+        page_size=PAGE,
+    )
+    buffers.load_extend(inputs, 12, table.tables, 5)
+    assert buffers.req_pool_indices[:3].tolist() == [3, 1, 2]
+    assert buffers.seq_lens[:3].tolist() == buffers.seq_lens_cpu.tolist() == [5, 9, 6]
+    assert buffers.query_start_loc[:4].tolist() == [0, 5, 7, 12]
+    assert buffers.last_rows[:3].tolist() == [4, 6, 11]
+    ids, positions, slots = (tensor.tolist() for tensor in buffers.extend_inputs(12))
+    assert ids == [0, 1, 2, 3, 4, 10, 11, 20, 21, 22, 23, 24]
+    assert positions == [0, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 5]
+    pages = [30, 30, 30, 30, 31, 40, 41, 50, 50, 50, 51, 51]
+    assert slots == [page * PAGE + at % PAGE for page, at in zip(pages, positions, strict=True)]
+
+
+def test_addresses_never_change(buffers: GraphInputBuffers, table: RequestTable) -> None:
     def tensors() -> list[torch.Tensor]:
         by_level = [tensor for level in (1, 5, 16) for tensor in buffers.extend_inputs(level)]
         return [buffers.req_pool_indices, buffers.seq_lens, *by_level]
 
     before = [tensor.data_ptr() for tensor in tensors()]
-    buffers.load_decode(decode_inputs(5), 8)
-    buffers.load_extend(extend_inputs([0, 1, 2]), 5)
+    buffers.load_decode(decode_inputs(4), 8, table.tables)
+    buffers.load_extend(extend_inputs([0, 1, 2]), 5, table.tables, 3)
     buffers.reset()
     assert [tensor.data_ptr() for tensor in tensors()] == before
     assert not any(tensor.any() for tensor in buffers.extend_inputs(16))
 
 
-def test_a_batch_that_does_not_fit_is_refused(buffers: GraphInputBuffers) -> None:
+def test_a_batch_that_does_not_fit_is_refused(
+    buffers: GraphInputBuffers, table: RequestTable
+) -> None:
     with pytest.raises(ValueError, match="batch of 5 cannot be padded to 4"):
-        buffers.load_decode(decode_inputs(5), 4)
+        buffers.load_decode(decode_inputs(5), 4, table.tables)
     with pytest.raises(ValueError, match="padded to 9 in buffers of 8"):
-        buffers.load_decode(decode_inputs(2), 9)
-    with pytest.raises(ValueError, match="input_ids"):
-        buffers.load_extend(decode_inputs(2), 4)
+        buffers.load_decode(decode_inputs(2), 9, table.tables)
+    with pytest.raises(ValueError, match="needs tokens"):
+        buffers.load_extend(decode_inputs(2), 4, table.tables, 1)
 
 
 @pytest.fixture
 def table() -> RequestTable:
-    return RequestTable(max_running_requests=4, max_pages=3, vocab_size=10, device=CPU)
+    return RequestTable(max_running_requests=8, max_pages=3, vocab_size=10, device=CPU)
 
 
 def test_a_fresh_table_holds_greedy_dummies_on_page_0(table: RequestTable) -> None:
-    assert table.num_rows == 5
+    assert table.num_rows == 9
     assert not table.page_table.any() and not table.next_tokens.any()
-    assert table.temperature.tolist() == [0.0] * 5
-    assert table.nbytes > 5 * (3 * 4 + 8 + 10 * 5)
+    assert table.temperature.tolist() == [0.0] * 9
+    assert table.nbytes > 9 * (3 * 4 + 8 + 10 * 5)
 
 
 def test_rows_and_pages_are_applied(table: RequestTable) -> None:
@@ -137,11 +160,11 @@ def test_rows_and_pages_are_applied(table: RequestTable) -> None:
     updates = [(3, 0, 7), (3, 2, 9), (1, 1, 4)]
     inits = [RowInit(3, params, [1, 5, 5], [8, 8, 2]), RowInit(1, SamplingParams(seed=5))]
     apply(table, inits, updates)
-    assert table.page_table.tolist() == [[0] * 3, [0, 4, 0], [0] * 3, [7, 0, 9], [0] * 3]
+    assert table.page_table.tolist()[:5] == [[0] * 3, [0, 4, 0], [0] * 3, [7, 0, 9], [0] * 3]
     assert table.temperature[3] == 0.5 and table.top_p[3].item() == pytest.approx(0.9)
-    assert table.top_k.tolist() == [-1, -1, -1, 7, -1]
+    assert table.top_k.tolist() == [-1, -1, -1, 7, *[-1] * 5]
     assert table.min_p[3].item() == pytest.approx(0.2)
-    assert table.seed.tolist() == [0, 5, 0, -(2**63), 0]
+    assert table.seed.tolist() == [0, 5, 0, -(2**63), *[0] * 5]
     penalties = (table.presence, table.frequency, table.repetition)
     assert [p[3].item() for p in penalties] == pytest.approx([0.1, 0.2, 1.3])
     assert [p[1].item() for p in penalties] == [0.0, 0.0, 1.0]
@@ -163,11 +186,11 @@ def test_any_number_of_rows_and_pages_is_applied_and_again_changes_nothing(
     updates = [(row, column, 10 * row + column) for row, column in cells]
     for _ in range(2):
         apply(table, inits, updates)
-        expected = torch.zeros(5, 3, dtype=torch.int32)
+        expected = torch.zeros(9, 3, dtype=torch.int32)
         for row, column in cells:
             expected[row, column] = 10 * row + column
         assert torch.equal(table.page_table, expected)
-        untouched = 4 - rows
+        untouched = 8 - rows
         assert table.seed.tolist() == [
             0,
             *(2**62 + r for r in range(1, rows + 1)),
@@ -181,63 +204,9 @@ def test_any_number_of_rows_and_pages_is_applied_and_again_changes_nothing(
         ]
 
 
-def test_pages_can_be_brought_before_what_the_sampler_reads(table: RequestTable) -> None:
-    inits = [RowInit(2, SamplingParams(temperature=0.5, seed=9))]
-    inputs = inputs_of(inits, [(2, 1, 6)])
-    table.apply_pages(inputs)
-    assert table.page_table[2].tolist() == [0, 6, 0]
-    assert not table.temperature.any() and not table.seed.any()
-    table.apply_rows(inputs, inits)
-    assert table.temperature[2] == 0.5 and table.seed[2] == 9
-
-
 def test_a_row_taken_again_forgets_its_last_request(table: RequestTable) -> None:
     penalized = SamplingParams(presence_penalty=1.0)
     apply(table, [RowInit(2, penalized, [1, 2], [3])])
     apply(table, [RowInit(2, penalized, [4], [])])
     assert table.prompt_mask[2].nonzero().flatten().tolist() == [4]
     assert not table.output_counts[2].any()
-
-
-@pytest.mark.parametrize("sequences", [1, 2, 3])
-@pytest.mark.parametrize("updates", [0, 1, 4])
-@pytest.mark.parametrize("inits", [0, 1, 3])
-def test_a_block_holds_every_section_and_its_copy_too(
-    sequences: int, updates: int, inits: int
-) -> None:
-    lens = [2 + i for i in range(sequences)]
-    total = sum(lens)
-    params = [SamplingParams(temperature=0.25 * i, top_k=i, seed=-i) for i in range(inits)]
-    packed = StepInputs.pack(
-        np.arange(sequences) + 1,
-        np.array(lens) + 100,
-        np.arange(total),
-        np.arange(total) + 2**40,
-        input_ids=np.arange(total) + 7,
-        extend_lens=lens,
-        page_updates=np.arange(3 * updates).reshape(3, -1) if updates else None,
-        row_inits=[(i + 1, one) for i, one in enumerate(params)],
-    )
-    layout = Layout(sequences, total, True, updates, inits)
-    assert packed.layout == layout and len(packed.words) == sum(layout.sizes())
-    for inputs in (packed, layout.views(packed.words.clone())):
-        assert inputs.req_pool_indices.tolist() == [i + 1 for i in range(sequences)]
-        assert inputs.seq_lens.tolist() == [n + 100 for n in lens]
-        assert inputs.positions.tolist() == list(range(total))
-        assert inputs.out_cache_loc.tolist() == [i + 2**40 for i in range(total)]
-        assert inputs.input_ids is not None and inputs.last_rows is not None
-        assert inputs.input_ids.tolist() == [i + 7 for i in range(total)]
-        assert inputs.query_start_loc is not None
-        ends = inputs.query_start_loc.tolist()[1:]
-        assert inputs.query_start_loc[0] == 0 and ends == np.cumsum(lens).tolist()
-        assert inputs.last_rows.tolist() == [end - 1 for end in ends]
-        if updates:
-            assert inputs.page_updates is not None
-            assert inputs.page_updates.flatten().tolist() == list(range(3 * updates))
-        if inits:
-            assert inputs.row_ints is not None and inputs.row_floats is not None
-            wanted = [[i + 1, i, -i] for i in range(inits)]
-            assert inputs.row_ints.T.tolist() == wanted
-            assert inputs.row_floats[0].tolist() == [0.25 * i for i in range(inits)]
-            assert inputs.row_floats[5].tolist() == [1.0] * inits
-        assert (inputs.page_updates is None, inputs.row_ints is None) == (not updates, not inits)

@@ -65,7 +65,6 @@ def test_decode_logits_are_those_of_an_unpadded_eager_step(worker: ModelWorker) 
     batch = driver.decode([1, 2, 3])  # runs padded to 4
     runners = runners_of(worker)
     with torch.no_grad():
-        runners.parts.table.apply(batch.inputs, batch.row_inits)
         eager = runners.eager.run(batch).logits
         torch.testing.assert_close(
             decode_runner(worker).run(batch).logits, eager, atol=1e-5, rtol=1e-5
@@ -231,7 +230,6 @@ def test_replays_leave_logits_and_tokens_at_fixed_addresses(worker: ModelWorker)
     for _ in range(3):
         batch = driver.decode([1, 2])
         with torch.no_grad():
-            runners_of(worker).parts.table.apply(batch.inputs, batch.row_inits)
             output = decode_runner(worker).run(batch)
         assert output.tokens is not None
         addresses.add((output.logits.data_ptr(), output.tokens.data_ptr()))

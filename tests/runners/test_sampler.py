@@ -3,7 +3,6 @@ without a step between sampling and reading."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from duograph.runners.batch import (
     RowInit,
     SamplingBatch,
 )
+from duograph.runners.buffers import GraphInputBuffers
 from duograph.runners.config import GraphConfig
 from duograph.runners.recorded_graph import RecordedGraphBackend
 from duograph.runners.request_table import RequestTable
@@ -35,7 +35,9 @@ class Bench:
         self.params = params
         self.logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
         batch = self.batch(sorted(params), init=True)
-        self.table.apply(batch.inputs, batch.row_inits)
+        buffers = GraphInputBuffers(max_bs=8, max_tokens=1, page_size=4, device=self.table.device)
+        buffers.load_decode(batch.inputs, len(params), self.table.tables)
+        self.table.init_counts(batch.row_inits)
 
     def batch(
         self, rows: list[int], *, init: bool = False, sampling: SamplingBatch | None = None
@@ -44,11 +46,10 @@ class Bench:
         return ForwardBatch(
             step_id=1,
             mode=ForwardMode.DECODE,
-            inputs=StepInputs.pack(
-                rows=np.array(rows),
-                seq_lens=np.array(rows) + 10,
-                positions=np.zeros(size, np.int64),
-                out_cache_loc=np.zeros(size, np.int64),
+            inputs=StepInputs.decode(
+                rows,
+                [10 + row for row in rows],
+                [0] * size,
                 row_inits=[(row, self.params[row]) for row in rows if init],
             ),
             extend_lens=[1] * size,
@@ -63,8 +64,8 @@ class Bench:
         tokens: torch.Tensor | None = None,
     ) -> SampledStep:
         batch = self.batch(rows, sampling=sampling)
-        places = batch.inputs.req_pool_indices
-        output = ForwardOutput(self.logits[places], tokens, places, batch.inputs.seq_lens)
+        places = batch.inputs.rows
+        output = ForwardOutput(self.logits[places], tokens, places, batch.inputs.seq_lens.int())
         return self.sampler.finish(batch, output)
 
     def tokens(self, rows: list[int], sampling: SamplingBatch | None = None) -> dict[int, int]:

@@ -86,13 +86,13 @@ def test_launch_returns_before_the_step_has_run(
     eager_worker: ModelWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    apply = eager_worker._table.apply
+    init_counts = eager_worker._table.init_counts
 
     def wait_first(*arguments: Any) -> None:
         assert gate.wait(10)
-        apply(*arguments)
+        init_counts(*arguments)
 
-    monkeypatch.setattr(eager_worker._table, "apply", wait_first)
+    monkeypatch.setattr(eager_worker._table, "init_counts", wait_first)
     driver = WorkerDriver(eager_worker)
     first = eager_worker.launch(driver.extend({1: [1, 2, 3]}))
     second = eager_worker.launch(driver.decode([1]))  # needs the token of the first

@@ -53,14 +53,11 @@ class FakeWorker:
         for init in batch.row_inits:
             self._seeds[init.row] = init.sampling.seed
         if batch.mode is ForwardMode.EXTEND:
-            assert (
-                batch.inputs.input_ids is not None
-                and len(batch.inputs.input_ids) == batch.num_tokens
-            )
+            assert batch.inputs.layout.tokens == batch.num_tokens == sum(batch.extend_lens)
         tokens = [
             token_at(self._seeds[row], length)
             for row, length in zip(
-                batch.inputs.req_pool_indices.tolist(), batch.inputs.seq_lens.tolist(), strict=True
+                batch.inputs.rows.tolist(), batch.inputs.seq_lens.tolist(), strict=True
             )
         ]
         logprobs = {

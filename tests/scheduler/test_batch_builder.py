@@ -6,18 +6,21 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
-from duograph.runners.batch import ForwardMode
+from duograph.runners.batch import ForwardBatch, ForwardMode
 from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.config import SchedulerConfig
 from duograph.scheduler.step import Plan
-from duograph.scheduler.step_arrays import step_arrays
 from duograph.tests.scheduler.driver import LIMITS, Driver, request
+from duograph.tests.step_arrays import StepArrays, step_arrays
 
 
 def builder() -> BatchBuilder:
     return BatchBuilder(page_size=LIMITS.page_size, pinned=False)
+
+
+def arrays_of(batch: ForwardBatch) -> StepArrays:
+    return step_arrays(batch.inputs, LIMITS.page_size)
 
 
 def test_an_extend_step_lays_out_its_chunks_one_after_the_other() -> None:
@@ -29,15 +32,15 @@ def test_an_extend_step_lays_out_its_chunks_one_after_the_other() -> None:
     slots = [pages[0][p // 4] * 4 + p % 4 for p in range(10)]
     slots += [pages[1][p // 4] * 4 + p % 4 for p in range(6)]
     assert batch.mode is ForwardMode.EXTEND and batch.step_id == 0
-    assert batch.inputs.input_ids is not None
-    assert batch.inputs.input_ids.tolist() == [*range(10, 20), *range(30, 36)]
-    assert batch.inputs.positions.tolist() == [*range(10), *range(6)]
-    assert batch.inputs.out_cache_loc.tolist() == slots
-    assert batch.extend_lens == [10, 6] and batch.inputs.seq_lens.tolist() == [10, 6]
-    assert batch.inputs.req_pool_indices.tolist() == plan.rows
+    arrays = arrays_of(batch)
+    assert arrays.input_ids is not None
+    assert arrays.input_ids.tolist() == [*range(10, 20), *range(30, 36)]
+    assert arrays.positions.tolist() == [*range(10), *range(6)]
+    assert arrays.out_cache_loc.tolist() == slots
+    assert batch.extend_lens == [10, 6] and arrays.seq_lens.tolist() == [10, 6]
+    assert arrays.rows.tolist() == plan.rows
     assert [init.row for init in batch.row_inits] == plan.rows
-    assert batch.inputs.page_updates is not None
-    assert {tuple(column) for column in batch.inputs.page_updates.T.tolist()} == {
+    assert {tuple(column) for column in arrays.page_updates.T.tolist()} == {
         (row, at, page)
         for row, own in zip(plan.rows, pages, strict=True)
         for at, page in enumerate(own)
@@ -51,13 +54,12 @@ def test_a_later_chunk_starts_where_the_last_one_ended() -> None:
     plan = driver.plans[1]
     batch = builder().build(plan)
     lease = plan.requests[0].lease
-    assert batch.inputs.input_ids is not None and lease is not None
-    assert batch.inputs.input_ids.tolist() == list(range(17, 24))
-    assert batch.inputs.positions.tolist() == list(range(7, 14))
-    assert batch.inputs.out_cache_loc.tolist() == [
-        lease.pages[p // 4] * 4 + p % 4 for p in range(7, 14)
-    ]
-    assert batch.inputs.seq_lens.tolist() == [14] and batch.inputs.page_updates is None
+    arrays = arrays_of(batch)
+    assert arrays.input_ids is not None and lease is not None
+    assert arrays.input_ids.tolist() == list(range(17, 24))
+    assert arrays.positions.tolist() == list(range(7, 14))
+    assert arrays.out_cache_loc.tolist() == [lease.pages[p // 4] * 4 + p % 4 for p in range(7, 14)]
+    assert arrays.seq_lens.tolist() == [14] and not arrays.page_updates.size
 
 
 def test_a_decode_step_has_one_token_per_row_and_no_input_ids() -> None:
@@ -66,29 +68,15 @@ def test_a_decode_step_has_one_token_per_row_and_no_input_ids() -> None:
     driver.step()
     plan = driver.plans[1]
     batch = builder().build(plan)
-    assert batch.mode is ForwardMode.DECODE and batch.inputs.input_ids is None
-    assert batch.inputs.positions.tolist() == [5, 4] and batch.inputs.seq_lens.tolist() == [6, 5]
+    arrays = arrays_of(batch)
+    assert batch.mode is ForwardMode.DECODE and arrays.input_ids is None
+    assert batch.num_tokens == batch.batch_size == 2
+    assert arrays.positions.tolist() == [5, 4] and arrays.seq_lens.tolist() == [6, 5]
     assert batch.extend_lens == [1, 1]
     pages = [request.lease.pages[-1] for request in plan.requests if request.lease]
-    assert batch.inputs.out_cache_loc.tolist() == [pages[0] * 4 + 1, pages[1] * 4]
-    assert batch.inputs.page_updates is not None, "the second request began a page"
-    assert batch.inputs.page_updates.T.tolist() == [[plan.rows[1], 1, pages[1]]]
-
-
-def test_types_are_those_of_the_batch_contract() -> None:
-    driver = Driver()
-    driver.step(request(1, prompt=5))
-    batch = builder().build(driver.plans[0])
-    assert batch.inputs.page_updates is not None and batch.inputs.input_ids is not None
-    longs = (
-        batch.inputs.req_pool_indices,
-        batch.inputs.positions,
-        batch.inputs.out_cache_loc,
-        batch.inputs.input_ids,
-    )
-    assert {tensor.dtype for tensor in longs} == {torch.int64}
-    assert {batch.inputs.seq_lens.dtype, batch.inputs.page_updates.dtype} == {torch.int32}
-    assert batch.inputs.page_updates.shape[0] == 3 and batch.inputs.page_updates.is_contiguous()
+    assert arrays.out_cache_loc.tolist() == [pages[0] * 4 + 1, pages[1] * 4]
+    assert arrays.page_updates.size, "the second request began a page"
+    assert arrays.page_updates.T.tolist() == [[plan.rows[1], 1, pages[1]]]
 
 
 def test_token_lists_go_along_only_for_penalties_and_after_a_retraction_with_the_output() -> None:
@@ -141,7 +129,8 @@ def test_slots_follow_pages_at_every_page_size(page_size: int) -> None:
     seen: dict[int, list[int]] = {}
 
     def slots_of(plan: Plan) -> None:
-        arrays = step_arrays(plan, page_size)
+        built = BatchBuilder(page_size=page_size, pinned=False).build(plan)
+        arrays = step_arrays(built.inputs, page_size)
         at = 0
         for index, owner in enumerate(plan.requests):
             start = plan.starts[index] if plan.is_extend else plan.seq_lens[index] - 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from duograph.runners.step_inputs import StepInputs
 from duograph.scheduler import planner
 from duograph.scheduler.kv_cache import KVCache, PageLease
 from duograph.scheduler.page_pool import PagePool
@@ -14,7 +15,6 @@ from duograph.scheduler.queues import Queues
 from duograph.scheduler.radix_cache import Node, RadixCache
 from duograph.scheduler.request import Request, RequestState
 from duograph.scheduler.step import Outbox, Plan
-from duograph.scheduler.step_arrays import StepArrays, step_arrays
 from duograph.tests.scheduler.sim import device
 from duograph.tests.scheduler.sim.runner import (
     MUST_REACH,
@@ -23,6 +23,7 @@ from duograph.tests.scheduler.sim.runner import (
     run_seeds,
     run_steps,
 )
+from duograph.tests.step_arrays import StepArrays, step_arrays
 
 CI_STEPS = 300_000
 
@@ -50,8 +51,8 @@ Patch = pytest.MonkeyPatch
 
 
 def wrong_out_cache_loc(patch: Patch) -> None:
-    def shifted(plan: Plan, page_size: int) -> StepArrays:
-        arrays = step_arrays(plan, page_size)
+    def shifted(inputs: StepInputs, page_size: int) -> StepArrays:
+        arrays = step_arrays(inputs, page_size)
         arrays.out_cache_loc[-1] += 1
         return arrays
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from duograph.scheduler.admission import EngineLimits
+from duograph.scheduler.batch_builder import BatchBuilder
 from duograph.scheduler.step import Plan
-from duograph.scheduler.step_arrays import StepArrays, step_arrays
 from duograph.tests.scheduler.sim.oracle import FACTOR, PRIME, VOCAB, Task
+from duograph.tests.step_arrays import StepArrays, step_arrays
 
 BUCKET = 4  # batches are padded to a multiple of this many rows
 
@@ -47,6 +48,7 @@ class CheckingDevice:
         """``tasks`` by seed; read when a row is taken."""
         rows = limits.max_running_requests + 1
         self._limits = limits
+        self._builder = BatchBuilder(page_size=limits.page_size, pinned=False)
         self._tasks = tasks
         self._slots = np.full(limits.num_pages * limits.page_size, -1, np.int64)
         columns = -(-limits.context_length // limits.page_size)
@@ -62,16 +64,16 @@ class CheckingDevice:
     def launch(self, plan: Plan) -> Launched:
         """What the batch builder does: everything is read from the requests now."""
         inits = [(request.row, request.sampling.seed) for request in plan.new_rows]
-        return Launched(plan, step_arrays(plan, self._limits.page_size), inits)
+        arrays = step_arrays(self._builder.inputs(plan), self._limits.page_size)
+        return Launched(plan, arrays, inits)
 
     def run(self, launched: Launched) -> Result:
         """Called as late as the pipeline allows, but in order, as on a stream."""
         plan, arrays = launched.plan, launched.arrays
         for row, seed in launched.inits:
             self._take_row(row, self._tasks[seed])
-        if arrays.page_updates is not None:
-            rows, columns, pages = arrays.page_updates
-            self._page_table[rows, columns] = pages
+        rows, columns, pages = arrays.page_updates
+        self._page_table[rows, columns] = pages
         for request, row in zip(plan.requests, plan.rows, strict=True):
             owner = self._owners[row]
             assert owner is not None and owner.seed == request.sampling.seed, (
