@@ -19,18 +19,32 @@ pytestmark = [
 
 
 @dataclass
+class Address:
+    """A tensor as far as Triton looks at it."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass
 class CheckedKernel:
     """A ``triton.jit`` function whose direct launches ask Triton too, and launch twice.
 
     Attributes:
         slow, direct: launches so far.
         chosen: variants by identity, of all slow launches.
+        known: tensors that a caller passes, by address: their own dtypes are asked about. Of
+            other addresses it is the dtype of the tensor that was there in the slow launch.
     """
 
     kernel: Any
     slow: int = 0
     direct: int = 0
     chosen: set[int] = field(default_factory=set)
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def params(self) -> Any:
@@ -41,24 +55,55 @@ class CheckedKernel:
             self.slow += 1
             compiled = self.kernel[grid](*args, **options)
             self.chosen.add(id(compiled))
-            return CheckedVariant(self, compiled, options)
+            tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+            dtypes = {place: tensor.dtype for place, tensor in tensors.items()}
+            return CheckedVariant(self, compiled, options, dtypes)
 
         return launch
+
+    def knows(self, *tensors: torch.Tensor | None) -> None:
+        """These and no others."""
+        self.known = {tensor.data_ptr(): tensor for tensor in tensors if tensor is not None}
 
 
 @dataclass
 class CheckedVariant:
+    """``watched`` counts launches by Triton's own way to launch a variant."""
+
     owner: CheckedKernel
     compiled: Any
     options: dict[str, Any]
+    dtypes: dict[int, torch.dtype]
+    watched: int = 0
+
+    @property
+    def function(self) -> Any:
+        return self.compiled.function
+
+    @property
+    def packed_metadata(self) -> Any:
+        return self.compiled.packed_metadata
+
+    def run(self, x: int, y: int, z: int, *launch: Any) -> None:
+        args = launch[6:]  # behind stream, function, metadata and what hooks are told
+        self._check((x, y, z), args)
+        self.compiled.run(x, y, z, *launch)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*args: Any) -> None:
-            self.owner.direct += 1
-            assert self.owner.kernel[grid](*args, **self.options) is self.compiled
+            self.watched += 1
+            self._check(grid, args)
             self.compiled[grid](*args)
 
         return launch
+
+    def _check(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+        self.owner.direct += 1
+        seen = list(args)
+        for place, dtype in self.dtypes.items():
+            if isinstance(address := args[place], int):
+                seen[place] = self.owner.known.get(address, Address(address, dtype))
+        assert self.owner.kernel[grid](*seen, **self.options) is self.compiled
 
 
 def problem(dtype: torch.dtype, page_size: int = 16, seed: int = 0) -> Problem:
@@ -97,8 +142,10 @@ def test_extend_takes_the_variant_of_each_dtype_stride_page_size_and_alignment()
     backend._launch_extend = Launcher(kernel)
 
     def run(case: Problem, q: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(q)
-        backend.extend(q, case.k_cache, case.v_cache, case.meta, out, case.scale)
+        out, meta = torch.zeros_like(q), case.meta
+        tables = (meta.page_table, meta.req_pool_indices, meta.seq_lens, meta.query_start_loc)
+        kernel.knows(q, case.k_cache, case.v_cache, *tables, out)
+        backend.extend(q, case.k_cache, case.v_cache, meta, out, case.scale)
         assert_close(out, case)
         return out
 
@@ -125,6 +172,92 @@ def test_extend_takes_the_variant_of_each_dtype_stride_page_size_and_alignment()
     assert len(kernel.chosen) == 5
 
 
+def test_layers_of_a_prepared_step_take_the_same_variant() -> None:
+    from duograph.kernels.attention.triton import TritonBackend
+    from duograph.kernels.attention.triton_extend import extend_kernel
+    from duograph.kernels.launch import Launcher
+
+    backend = TritonBackend(
+        num_q_heads=8, num_kv_heads=2, head_dim=64, device=torch.device("cuda", 0)
+    )
+    kernel = CheckedKernel(extend_kernel)
+    backend._launch_extend = Launcher(kernel)
+
+    def run(case: Problem, q: torch.Tensor) -> int:
+        """Two layers: of how many were the strides and dtypes of all looked at?"""
+        meta, looks, look = case.meta, 0, backend._extend_first
+        tables = (meta.page_table, meta.req_pool_indices, meta.seq_lens, meta.query_start_loc)
+
+        def counted(*args: Any) -> None:
+            nonlocal looks
+            looks += 1
+            look(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "_extend_first", counted)
+            backend.prepare(meta)
+            for _ in range(2):
+                out = torch.zeros_like(q)
+                kernel.knows(q, case.k_cache, case.v_cache, *tables, out)
+                backend.extend(q, case.k_cache, case.v_cache, meta, out, case.scale)
+                assert_close(out, case)
+        return looks
+
+    for dtype in (torch.bfloat16, torch.float32):
+        cases = problem(dtype), problem(dtype, seed=1), problem(dtype, page_size=6)
+        for case in (*cases, *cases):
+            assert run(case, case.q) == 1
+            assert run(case, case.q.contiguous()) == 1
+            assert run(case, misaligned(case.q)) == 2
+    # Of each dtype: first launches of two page sizes and two strides, and 12 misaligned ones.
+    assert (kernel.slow, kernel.direct) == (2 * (4 + 12), 2 * (24 - 4))
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_that_comes_and_goes_sees_every_launch(name: str) -> None:
+    from triton import knobs
+
+    from duograph.kernels import gemv_triton
+
+    x, weight = (torch.randn(n, 1024, device="cuda").bfloat16() for n in (1, 64))
+    wanted, seen = gemv_triton.fused_gemv(x, weight), []
+    hook = getattr(knobs.runtime, name)
+
+    def see(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    for _ in range(2):
+        hook.add(see)
+        try:
+            for _ in range(3):
+                assert torch.equal(gemv_triton.fused_gemv(x, weight), wanted)
+        finally:
+            hook.remove(see)
+        assert torch.equal(gemv_triton.fused_gemv(x, weight), wanted)
+    assert seen == ["_gemv_kernel"] * 6
+
+
+def test_host_tensors_are_for_triton_to_look_at_every_time() -> None:
+    n = 3
+    logits = torch.randn(n, 5000, device="cuda")
+    columns = {name: torch.ones(n, device="cuda") for name in ("temperature", "top_p", "min_p")}
+    top_k, seed = torch.full((n,), -1, device="cuda"), torch.arange(n, device="cuda")
+
+    def run(position: torch.Tensor) -> torch.Tensor:
+        return sampling.sample(
+            logits, **columns, top_k=top_k, seed=seed, position=position, filtered=False
+        )
+
+    position = torch.arange(n, dtype=torch.int32)
+    wanted = run(position.cuda())
+    for _ in range(3):
+        assert torch.equal(run(position.cuda()), wanted)
+        assert torch.equal(run(position.pin_memory()), wanted)
+        with pytest.raises(ValueError, match="cannot be accessed"):
+            run(position)
+    torch.cuda.synchronize()
+
+
 def test_a_direct_launch_is_captured_like_any_other() -> None:
     from duograph.kernels.attention.triton import TritonBackend
 
@@ -134,6 +267,7 @@ def test_a_direct_launch_is_captured_like_any_other() -> None:
     case = problem(torch.bfloat16)
     out = torch.zeros_like(case.q)
     arguments = (case.q, case.k_cache, case.v_cache, case.meta, out, case.scale)
+    backend.prepare(case.meta)
     backend.extend(*arguments)
     wanted = out.clone()
     graph = torch.cuda.CUDAGraph()
@@ -153,6 +287,7 @@ def test_sampling(monkeypatch: pytest.MonkeyPatch, filtered: bool) -> None:
     pick = CheckedKernel(sampling_triton._pick_kernel)
     monkeypatch.setattr(sampling_triton, "_launch_draw", Launcher(draw))
     monkeypatch.setattr(sampling_triton, "_launch_pick", Launcher(pick))
+    monkeypatch.setattr(sampling_triton, "_plans", {})
     n, vocab = 5, 20000
     table = {
         "temperature": torch.linspace(0.0, 1.5, n),
@@ -165,13 +300,17 @@ def test_sampling(monkeypatch: pytest.MonkeyPatch, filtered: bool) -> None:
     rows, position = torch.arange(n), torch.arange(n, dtype=torch.int32) + 9
 
     def run(logits: torch.Tensor, *, tables: bool) -> torch.Tensor:
+        positions, targets = position.cuda(), torch.zeros(n, dtype=torch.int64, device="cuda")
+        table, store = (rows.cuda(), targets) if tables else (None, None)
+        for kernel in (draw, pick):
+            kernel.knows(logits, *on_gpu.values(), positions, table, store)
         drawn = sampling.sample(
             logits,
             **on_gpu,
-            position=position.cuda(),
+            position=positions,
             filtered=filtered,
-            rows=rows.cuda() if tables else None,
-            next_tokens=torch.zeros(n, dtype=torch.int64, device="cuda") if tables else None,
+            rows=table,
+            next_tokens=store,
         )
         return drawn.cpu()
 
@@ -201,11 +340,13 @@ def test_gemv(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernel = CheckedKernel(gemv_triton._gemv_kernel)
     monkeypatch.setattr(gemv_triton, "_launch_gemv", Launcher(kernel))
+    monkeypatch.setattr(gemv_triton, "_plans", {})
     for dtype in (torch.bfloat16, torch.float16):
         weight = torch.randn(1000, 1024, device="cuda").to(dtype)
         x = torch.randn(1, 1024, device="cuda").to(dtype)
         wanted = x.float() @ weight.float().T
         for given in (x, x, misaligned(x)):
+            kernel.knows(given, weight)
             for pdl in {False, has_pdl(x.device)}:
                 out = gemv_triton.fused_gemv(given, weight, pdl=pdl)
                 assert (out.float() - wanted).norm() / wanted.norm() < 1e-2
