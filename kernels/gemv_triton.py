@@ -10,17 +10,15 @@ writes, before it waits.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from duograph.kernels.launch import ALIGNMENT, Grid, Launcher, Variant, layout
+from duograph.kernels.launch import Launcher
 from duograph.kernels.pdl import pdl_options
 
 MAX_ROWS = 4
@@ -68,91 +66,25 @@ def fused_gemv(
     Raises:
         ValueError: shapes or layout do not fit.
     """
-    types = (
-        layout(x),
-        layout(weight),
-        None if norm_weight is None else layout(norm_weight),
-        None if residual is None else layout(residual),
-        gated,
-        pdl,
-        tile,
-    )
-    plan = _plans.get(types)
-    if plan is None:
-        plan = _plans[types] = _make_plan(x, weight, norm_weight, residual, gated, pdl, tile)
-    out = x.new_empty(plan.rows, plan.width)
-    first = x if norm_weight is None else norm_weight  # not read without
-    last = x if residual is None else residual
-    tensors = (x, weight, first, last, out)
-    if not _launched_directly(plan, tensors, eps):
-        _launch_gemv(
-            plan.grid,
-            (*tensors, eps, *plan.constexprs),
-            key=plan.key,
-            aligned=tensors,
-            **plan.options,
-        )
-        variant = _launch_gemv.kept(plan.key)
-        if variant is not None and all(t.get_device() == variant.device for t in tensors):
-            plan.variant = variant
-    return out
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A launch for tensors of given layouts, which have been checked.
-
-    Attributes:
-        rows, width: of the result.
-        variant: what may be launched directly, once it is known.
-    """
-
-    rows: int
-    width: int
-    grid: Grid
-    constexprs: tuple[Any, ...]
-    key: Hashable
-    options: dict[str, Any]
-    variant: Variant | None = None
-
-
-_plans: dict[Hashable, _Plan] = {}
-
-
-def _make_plan(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-    pdl: bool,
-    tile: GemvTile | None,
-) -> _Plan:
-    _check(x, weight, norm_weight, gated, residual)
     n, k = weight.shape
-    rows, width = x.shape[0], n // 2 if gated else n
+    width = n // 2 if gated else n
+    _check(x, weight, norm_weight, gated, residual)
+    rows = x.shape[0]
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     norm, add = norm_weight is not None, residual is not None
     blocks = _blocks(width, k, rows, norm, gated, tile)
     constexprs = (width, k, rows, blocks.rows, norm, gated, add, pdl, blocks.n, blocks.k)
-    return _Plan(
-        rows=rows,
-        width=width,
-        grid=blocks.grid,
-        constexprs=constexprs,
+    first = x if norm_weight is None else norm_weight  # not read without
+    last = x if residual is None else residual
+    _launch_gemv(
+        blocks.grid,
+        (x, weight, first, last, out, eps, *constexprs),
         key=(x.dtype, constexprs, blocks.num_warps),
-        options={"num_warps": blocks.num_warps, **pdl_options(pdl)},
+        aligned=(x, weight, first, last, out),
+        num_warps=blocks.num_warps,
+        **pdl_options(pdl),
     )
-
-
-def _launched_directly(plan: _Plan, tensors: tuple[torch.Tensor, ...], eps: float) -> bool:
-    """False, and nothing has been done, if that cannot be: nothing compiled yet, a misaligned
-    tensor, another device."""
-    if plan.variant is None:
-        return False
-    x, weight, first, last, out = [tensor.data_ptr() for tensor in tensors]
-    if (x | weight | first | last | out) % ALIGNMENT:
-        return False
-    return plan.variant.launch(plan.grid, (x, weight, first, last, out, eps, *plan.constexprs))
+    return out
 
 
 @dataclass(frozen=True, slots=True)

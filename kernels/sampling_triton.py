@@ -8,17 +8,14 @@ the same token alone, in a batch and in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from duograph.kernels.launch import ALIGNMENT, Grid, Launcher, Variant
+from duograph.kernels.launch import Launcher
 from duograph.kernels.pdl import has_pdl, pdl_options
 from duograph.kernels.sampling_filters_triton import (
     GREEDY_EPSILON,
@@ -51,180 +48,48 @@ def sample(
     Raises:
         ValueError: rows of ``logits`` [n, vocab] are not dense.
     """
-    shape, strides = logits.shape, logits.stride()
-    if strides[1] != 1:
+    n, vocab = logits.shape
+    if logits.stride(1) != 1:
         raise ValueError("sample needs logits with a dense last dimension")
-    if not shape[0]:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if not n:
+        return tokens
     boundary = (
         boundaries(
             logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, rows=rows
         )
         if filtered
-        else None
+        else tokens  # not read
     )
-    tables = _Tables(temperature, seed, position, boundary, rows, next_tokens)
-    types = (shape, strides, logits.dtype, logits.get_device(), *tables.types())
-    plan = _plans.get(types)
-    if plan is None:
-        plan = _plans[types] = _make_plan(logits, tables)
-    drawn = _sample_directly(plan, logits, tables)
-    return _sample_by_launchers(plan, logits, tables) if drawn is None else drawn
-
-
-@dataclass(slots=True)  # a frozen one takes three times as long to make
-class _Tables:
-    """What is read besides the logits, and ``next_tokens``. Of ``boundary``, ``rows`` and
-    ``next_tokens`` those that are missing are never touched: the kernels get any tensor."""
-
-    temperature: torch.Tensor
-    seed: torch.Tensor
-    position: torch.Tensor
-    boundary: torch.Tensor | None
-    rows: torch.Tensor | None
-    next_tokens: torch.Tensor | None
-
-    def types(self) -> tuple[Hashable, ...]:
-        """What a launch can depend on: dtype and index of the device of each."""
-        rows, store = self.rows, self.next_tokens
-        return (
-            self.temperature.dtype,
-            self.temperature.get_device(),
-            self.seed.dtype,
-            self.seed.get_device(),
-            self.position.dtype,
-            self.position.get_device(),
-            self.boundary is not None,
-            None if rows is None else (rows.dtype, rows.get_device()),
-            None if store is None else (store.dtype, store.get_device()),
-        )
-
-
-@dataclass(slots=True)
-class _Launch:
-    """Of one kernel: what stays the same from call to call.
-
-    Attributes:
-        scalars: arguments behind the tensors.
-        variant: what may be launched directly, once it is known.
-    """
-
-    grid: Grid
-    scalars: tuple[Any, ...]
-    key: Hashable
-    options: dict[str, Any]
-    variant: Variant | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Both launches for logits of one layout and tables of some types.
-
-    Attributes:
-        cells: spans of all rows, and a few to align what follows them.
-        same_device: whether all tensors are on the device of the logits.
-    """
-
-    device: torch.device
-    n: int
-    cells: int
-    draw: _Launch
-    pick: _Launch
-    same_device: bool
-
-
-_plans: dict[Hashable, _Plan] = {}
-
-
-def _make_plan(logits: torch.Tensor, tables: _Tables) -> _Plan:
-    n, vocab = logits.shape
-    rows, store = tables.rows, tables.next_tokens
-    inputs = [tables.temperature, tables.seed, tables.position]
-    given = [tensor for tensor in (rows, store) if tensor is not None]
     blocks_each, spans, block_s = _spans(n, vocab)
-    pdl, stride = has_pdl(logits.device), logits.stride(0)
-    filtered, indexed, stored = tables.boundary is not None, rows is not None, store is not None
+    best = torch.empty((n, spans), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((n, spans), dtype=torch.int32, device=logits.device)
+    table = tokens if rows is None else rows  # not read without
+    pdl = has_pdl(logits.device)
     # FAST: the interpreter has no such instruction
-    draw = (vocab, _DRAW_BLOCK, filtered, indexed, logits.is_cuda, pdl)
-    pick = (stored, vocab, block_s, pdl)
-    dtypes = tuple([tensor.dtype for tensor in (logits, *inputs)])
-    table, target = (torch.int64 if tensor is None else tensor.dtype for tensor in (rows, store))
-    return _Plan(
-        device=logits.device,
-        n=n,
-        cells=-(-n * spans // 4) * 4,
-        draw=_Launch(
-            grid=(spans, n, 1),
-            scalars=(stride, n, blocks_each, *draw),
-            key=(dtypes, table, stride, draw),
-            options={"num_warps": 8, **pdl_options(pdl)},
-        ),
-        pick=_Launch(
-            grid=(n, 1, 1),
-            scalars=(spans, *pick),
-            key=(table, target, pick),
-            options={"num_warps": 1, **pdl_options(pdl)},
-        ),
-        same_device=all(tensor.device == logits.device for tensor in (*inputs, *given)),
-    )
-
-
-def _sample_directly(plan: _Plan, logits: torch.Tensor, tables: _Tables) -> torch.Tensor | None:
-    """None if that cannot be: nothing compiled yet, a misaligned tensor, another device."""
-    draw, pick = plan.draw, plan.pick
-    if draw.variant is None or pick.variant is None:
-        return None
-    tokens = torch.empty(plan.n, dtype=torch.int64, device=plan.device)
-    # Its halves are the best scores and their ids. Freed before they are used, as the host sees
-    # it: the memory is given away again in the order of the stream.
-    scratch = tokens.new_empty(plan.cells)
-    boundary, rows, next_tokens = tables.boundary, tables.rows, tables.next_tokens
-    logits_at, tokens_at, best_at = logits.data_ptr(), tokens.data_ptr(), scratch.data_ptr()
-    best_id_at = best_at + 4 * plan.cells
-    boundary_at = tokens_at if boundary is None else boundary.data_ptr()
-    rows_at = tokens_at if rows is None else rows.data_ptr()
-    store_at = tokens_at if next_tokens is None else next_tokens.data_ptr()
-    if (logits_at | tokens_at | best_at | best_id_at | boundary_at | store_at) % ALIGNMENT:
-        return None
-    options = (tables.temperature.data_ptr(), tables.seed.data_ptr(), tables.position.data_ptr())
-    drawn = (logits_at, rows_at, *options, boundary_at, best_at, best_id_at, *draw.scalars)
-    picked = (best_at, best_id_at, tokens_at, rows_at, store_at, *pick.scalars)
-    if draw.variant.launch(draw.grid, drawn) and pick.variant.launch(pick.grid, picked):
-        return tokens
-    return None
-
-
-def _sample_by_launchers(plan: _Plan, logits: torch.Tensor, tables: _Tables) -> torch.Tensor:
-    """Leaves the variants in the plan, for the next time."""
-    draw, pick, cells = plan.draw, plan.pick, plan.cells
-    tokens = torch.empty(plan.n, dtype=torch.int64, device=logits.device)
-    scores, best_id = tokens.new_empty(cells).view(torch.int32).view(2, cells).unbind()
-    best, options = scores.view(torch.float32), (tables.temperature, tables.seed, tables.position)
-    boundary = tokens if tables.boundary is None else tables.boundary
-    rows = tokens if tables.rows is None else tables.rows
-    store = tokens if tables.next_tokens is None else tables.next_tokens
+    draw = (vocab, _DRAW_BLOCK, filtered, rows is not None, logits.is_cuda, pdl)
+    options = (temperature, seed, position)
+    stride = logits.stride(0)
+    dtypes = (logits.dtype, table.dtype, *[option.dtype for option in options])
     _launch_draw(
-        draw.grid,
-        (logits, rows, *options, boundary, best, best_id, *draw.scalars),
-        key=draw.key,
+        (spans, n, 1),
+        (logits, table, *options, boundary, best, best_id, stride, n, blocks_each, *draw),
+        key=(dtypes, boundary.dtype, stride, draw),
         aligned=(logits, boundary, best, best_id),
-        **draw.options,
+        num_warps=8,
+        **pdl_options(pdl),
     )
+    store = tokens if next_tokens is None else next_tokens  # not written without
+    pick = (next_tokens is not None, vocab, block_s, pdl)
     _launch_pick(
-        pick.grid,
-        (best, best_id, tokens, rows, store, *pick.scalars),
-        key=pick.key,
+        (n, 1, 1),
+        (best, best_id, tokens, table, store, spans, *pick),
+        key=(table.dtype, store.dtype, pick),
         aligned=(best, best_id, tokens, store),
-        **pick.options,
+        num_warps=1,
+        **pdl_options(pdl),
     )
-    if plan.same_device:
-        draw.variant = _on_device_of(logits, _launch_draw.kept(draw.key))
-        pick.variant = _on_device_of(logits, _launch_pick.kept(pick.key))
     return tokens
-
-
-def _on_device_of(tensor: torch.Tensor, variant: Variant | None) -> Variant | None:
-    return None if variant is None or variant.device != tensor.get_device() else variant
 
 
 @cache

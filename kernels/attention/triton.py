@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 import triton
@@ -18,17 +17,15 @@ import triton
 from duograph.kernels.attention.base import AttentionMetadata
 from duograph.kernels.attention.fused_decode import Rotary
 from duograph.kernels.attention.triton_decode import decode_kernel
-from duograph.kernels.attention.triton_extend import extend_kernel
+from duograph.kernels.attention.triton_extend_launch import ExtendLauncher
 from duograph.kernels.attention.triton_fused_decode import fused_decode_kernel
 from duograph.kernels.attention.triton_plan import (
     MIN_DOT_ROWS,
     TileConfig,
     default_decode_tile,
-    default_extend_tile,
     max_fused_rows,
     plan_splits,
 )
-from duograph.kernels.launch import ALIGNMENT, Grid, Launcher, Layout, Variant, layout
 from duograph.kernels.pdl import pdl_launch
 
 _LOG2_E = math.log2(math.e)
@@ -44,73 +41,6 @@ class _DecodeLaunch:
     scratch: tuple[torch.Tensor, ...]  # partial results, their log-sum-exps, arrivals
     splits: tuple[int, int, float]  # number, least tokens, base-2 scale of the logits
     options: dict[str, Any]
-
-
-_ExtendLayout = tuple[tuple[Layout, ...], tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _ExtendLaunch:
-    """What steps of one layout launch alike.
-
-    Attributes:
-        layout: of all tensors, and ``max_extend_len`` and ``page_size``: of the call that this was
-            made for, and good for.
-        strides, constexprs: arguments of the kernel.
-        key: of the compiled variant.
-    """
-
-    layout: _ExtendLayout
-    grid: Grid
-    strides: tuple[int, ...]
-    constexprs: tuple[int, ...]
-    options: dict[str, int]
-    key: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _ExtendStep:
-    """What the layers of one step launch alike, worked out by the first of them. Those whose
-    tensors have the same layout need no more than their addresses.
-
-    Attributes:
-        meta: the step's own, which keeps the tensors in ``metadata`` alive.
-        of_q: the scale and the layout of q.
-        of_out: the layout of out.
-        metadata: addresses.
-        scalars: all arguments behind the tensors.
-    """
-
-    meta: AttentionMetadata
-    of_q: tuple[Any, ...]
-    of_out: Layout
-    grid: Grid
-    metadata: tuple[int, ...]
-    scalars: tuple[Any, ...]
-    variant: Variant
-
-
-class _SeenPools:
-    """The keys and values of layers that have been launched, of one layout: they are the same
-    tensors in every step, and reading the layouts of two costs more than a whole launch should
-    on top of Triton's."""
-
-    def __init__(self) -> None:
-        self._layouts: tuple[Layout, ...] = ()
-        self._pairs: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = {}
-
-    def add(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """And forgets those of another layout."""
-        layouts = layout(k_cache), layout(v_cache)
-        if layouts != self._layouts:
-            self._layouts = layouts
-            self._pairs.clear()
-        self._pairs[id(k_cache)] = ref(k_cache), ref(v_cache)
-
-    def have(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-        """Whether they have the layouts of the latest ``add``."""
-        pair = self._pairs.get(id(k_cache))  # an id may be another tensor's by now
-        return pair is not None and pair[0]() is k_cache and pair[1]() is v_cache
 
 
 class TritonBackend:
@@ -155,22 +85,17 @@ class TritonBackend:
             target_programs = 2 * _multiprocessors(self.device)
         self.target_programs = target_programs
         self._decode_tile = decode_tile
-        self._extend_tile = extend_tile
-        self._launch_extend = Launcher(extend_kernel)
-        self._last_extend: _ExtendLaunch | None = None
-        self._prepared: AttentionMetadata | None = None
-        self._step: _ExtendStep | None = None  # of what is prepared
-        self._pools = _SeenPools()
+        self._extend = ExtendLauncher(
+            num_kv_heads=num_kv_heads, group=self.group, head_dim=head_dim, tile=extend_tile
+        )
         # Outgrown buffers stay alive: a captured graph may still write to them.
         self._scratch: list[torch.Tensor] = []
         self._arrived: list[torch.Tensor] = []
 
     def prepare(self, meta: AttentionMetadata) -> None:
-        """Nothing to plan: everything is read on the device. From here to the next call the
-        tensors and numbers of ``meta`` are taken to stay, so that the layers of an extend step
-        need not look at them again."""
-        self._prepared = meta
-        self._step = None
+        """Nothing to plan: everything is read on the device. What the layers of an extend step
+        launch alike is worked out by the first of them."""
+        self._extend.prepare(meta)
 
     def decode(
         self,
@@ -288,83 +213,9 @@ class TritonBackend:
         scale: float,
     ) -> None:
         """Causal attention over prefix and new rows; see ``AttentionBackend.extend``."""
-        step = self._step
-        if step is not None and step.meta is meta and self._pools.have(k_cache, v_cache):
-            q_at, k_at, v_at = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-            out_at = out.data_ptr()
-            of_q = (scale, q.dtype, q.get_device(), q.shape, q.stride())
-            of_out = (out.dtype, out.get_device(), out.shape, out.stride())
-            if (
-                of_q == step.of_q
-                and of_out == step.of_out
-                and not (q_at | k_at | v_at | out_at) % ALIGNMENT
-                and step.variant.launch(
-                    step.grid, (q_at, k_at, v_at, *step.metadata, out_at, *step.scalars)
-                )
-            ):
-                return
-        self._extend_first(q, k_cache, v_cache, meta, out, scale)
-
-    def _extend_first(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        out: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """``extend`` where nothing is known of the step, or where this layer is unlike the last."""
-        if meta.query_start_loc is None:
-            raise ValueError("extend needs AttentionMetadata.query_start_loc")
-        metadata = (meta.page_table, meta.req_pool_indices, meta.seq_lens, meta.query_start_loc)
-        tensors = (q, k_cache, v_cache, *metadata, out)
-        layouts = tuple([layout(tensor) for tensor in tensors])
-        launch = self._last_extend
-        if launch is None or launch.layout != (layouts, (meta.max_extend_len, meta.page_size)):
+        if not self._extend.again(q, k_cache, v_cache, meta, out, scale):
             self._check(q, k_cache, v_cache, meta, out)
-            launch = self._last_extend = self._extend_launch(layouts, meta)
-        real = q.shape[0] if meta.num_real_tokens is None else meta.num_real_tokens
-        scalars = (*launch.strides, real, scale * _LOG2_E, *launch.constexprs)
-        self._launch_extend(
-            launch.grid,
-            (*tensors, *scalars),
-            key=launch.key,
-            aligned=(q, k_cache, v_cache, out),
-            **launch.options,
-        )
-        variant = self._launch_extend.kept(launch.key) if meta is self._prepared else None
-        # Tensors elsewhere are for Triton to look at, every time.
-        if variant is not None and all(device == variant.device for _, device, *_ in layouts):
-            self._pools.add(k_cache, v_cache)
-            self._step = _ExtendStep(
-                meta=meta,
-                of_q=(scale, *layouts[0]),
-                of_out=layouts[-1],
-                grid=launch.grid,
-                metadata=tuple([tensor.data_ptr() for tensor in metadata]),
-                scalars=scalars,
-                variant=variant,
-            )
-
-    def _extend_launch(self, layouts: tuple[Layout, ...], meta: AttentionMetadata) -> _ExtendLaunch:
-        dtypes, _, _, strides = zip(*layouts, strict=True)
-        q, k_cache, v_cache, page_table, *_, out = strides
-        rows = meta.max_extend_len * self.group
-        tile = self._extend_tile or default_extend_tile(self.head_dim, dtypes[0], rows)
-        block_d = max(MIN_DOT_ROWS, triton.next_power_of_2(self.head_dim))
-        # GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE_SIZE
-        heads, blocks = (self.group, self.head_dim), (block_d, tile.block_m, tile.block_n)
-        constexprs = (*heads, *blocks, meta.page_size)
-        specialised = (*q[:2], *k_cache[:2], *v_cache[:2], *out[:2], page_table[0])
-        return _ExtendLaunch(
-            layout=(layouts, (meta.max_extend_len, meta.page_size)),
-            grid=(self.num_kv_heads, triton.cdiv(rows, tile.block_m), meta.seq_lens.shape[0]),
-            strides=specialised,
-            constexprs=constexprs,
-            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-            key=(dtypes, specialised, constexprs, tile.num_warps, tile.num_stages),
-        )
+            self._extend.first(q, k_cache, v_cache, meta, out, scale)
 
     def _partials(self, bs: int, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scratch for the normalised partial outputs [bs, heads, splits, dim] and their base-2

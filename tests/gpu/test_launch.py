@@ -133,13 +133,16 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 def test_extend_takes_the_variant_of_each_dtype_stride_page_size_and_alignment() -> None:
     from duograph.kernels.attention.triton import TritonBackend
     from duograph.kernels.attention.triton_extend import extend_kernel
+    from duograph.kernels.attention.triton_extend_launch import ExtendLauncher
     from duograph.kernels.launch import Launcher
 
     backend = TritonBackend(
         num_q_heads=8, num_kv_heads=2, head_dim=64, device=torch.device("cuda", 0)
     )
     kernel = CheckedKernel(extend_kernel)
-    backend._launch_extend = Launcher(kernel)
+    backend._extend = ExtendLauncher(
+        num_kv_heads=2, group=4, head_dim=64, launcher=Launcher(kernel)
+    )
 
     def run(case: Problem, q: torch.Tensor) -> torch.Tensor:
         out, meta = torch.zeros_like(q), case.meta
@@ -175,17 +178,20 @@ def test_extend_takes_the_variant_of_each_dtype_stride_page_size_and_alignment()
 def test_layers_of_a_prepared_step_take_the_same_variant() -> None:
     from duograph.kernels.attention.triton import TritonBackend
     from duograph.kernels.attention.triton_extend import extend_kernel
+    from duograph.kernels.attention.triton_extend_launch import ExtendLauncher
     from duograph.kernels.launch import Launcher
 
     backend = TritonBackend(
         num_q_heads=8, num_kv_heads=2, head_dim=64, device=torch.device("cuda", 0)
     )
     kernel = CheckedKernel(extend_kernel)
-    backend._launch_extend = Launcher(kernel)
+    backend._extend = ExtendLauncher(
+        num_kv_heads=2, group=4, head_dim=64, launcher=Launcher(kernel)
+    )
 
     def run(case: Problem, q: torch.Tensor) -> int:
         """Two layers: of how many were the strides and dtypes of all looked at?"""
-        meta, looks, look = case.meta, 0, backend._extend_first
+        meta, looks, look = case.meta, 0, backend._extend.first
         tables = (meta.page_table, meta.req_pool_indices, meta.seq_lens, meta.query_start_loc)
 
         def counted(*args: Any) -> None:
@@ -194,7 +200,7 @@ def test_layers_of_a_prepared_step_take_the_same_variant() -> None:
             look(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "_extend_first", counted)
+            patch.setattr(backend._extend, "first", counted)
             backend.prepare(meta)
             for _ in range(2):
                 out = torch.zeros_like(q)
@@ -287,7 +293,6 @@ def test_sampling(monkeypatch: pytest.MonkeyPatch, filtered: bool) -> None:
     pick = CheckedKernel(sampling_triton._pick_kernel)
     monkeypatch.setattr(sampling_triton, "_launch_draw", Launcher(draw))
     monkeypatch.setattr(sampling_triton, "_launch_pick", Launcher(pick))
-    monkeypatch.setattr(sampling_triton, "_plans", {})
     n, vocab = 5, 20000
     table = {
         "temperature": torch.linspace(0.0, 1.5, n),
@@ -340,7 +345,6 @@ def test_gemv(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernel = CheckedKernel(gemv_triton._gemv_kernel)
     monkeypatch.setattr(gemv_triton, "_launch_gemv", Launcher(kernel))
-    monkeypatch.setattr(gemv_triton, "_plans", {})
     for dtype in (torch.bfloat16, torch.float16):
         weight = torch.randn(1000, 1024, device="cuda").to(dtype)
         x = torch.randn(1, 1024, device="cuda").to(dtype)

@@ -239,21 +239,23 @@ class ExtendCalls:
         self._plain = Kernel(interpreted=True)
         self._backends = [self._backend(self.kernel), self._backend(self._plain)]
         self._looks = 0
-        look = self._backends[0]._extend_first
+        look = self._backends[0]._extend.first
 
         def counted(*args: Any) -> None:
             self._looks += 1
             look(*args)
 
-        self._backends[0]._extend_first = counted
+        self._backends[0]._extend.first = counted
 
     def _backend(self, kernel: Kernel) -> Any:
         from duograph.kernels.attention.triton import TritonBackend
+        from duograph.kernels.attention.triton_extend_launch import ExtendLauncher
 
         backend = TritonBackend(
             num_q_heads=4, num_kv_heads=2, head_dim=64, device=torch.device("cpu")
         )
-        backend._launch_extend = Launcher(kernel, driver(lambda: self.device))
+        launcher = Launcher(kernel, driver(lambda: self.device))
+        backend._extend = ExtendLauncher(num_kv_heads=2, group=2, head_dim=64, launcher=launcher)
         return backend
 
     def prepare(self, meta: AttentionMetadata) -> None:
@@ -309,8 +311,7 @@ def test_layers_of_a_prepared_step_need_no_look() -> None:
         calls.prepare(meta)
         tokens = len(meta.out_cache_loc)
         found.append([calls.extend(torch.zeros(tokens, 4, 64), pool, meta) for pool in pools])
-    # Every layer is looked at once, and the first one in every step.
-    assert found == [[TRITON, LOOKED, LOOKED], [LOOKED, STEP, STEP], [LOOKED, STEP, STEP]]
+    assert found == [[TRITON, STEP, STEP], [LOOKED, STEP, STEP], [LOOKED, STEP, STEP]]
 
 
 def test_what_was_not_prepared_is_looked_at_every_time() -> None:
@@ -362,99 +363,10 @@ def test_a_step_is_for_the_device_of_its_tensors() -> None:
     assert calls.extend(q, pool, meta) == STEP
 
 
-def test_a_pool_in_the_place_of_another_is_looked_at() -> None:
-    """A tensor may get the id of one that is gone."""
-    pytest.importorskip("triton")
-    from duograph.kernels.attention.triton import _SeenPools
-
-    pools, pair = _SeenPools(), list(torch.zeros(2, 32, 2, 64))
-    pools.add(*pair)
-    assert pools.have(*pair) and not pools.have(pair[0], pair[0])
-    other = torch.zeros(32, 2, 64)
-    pools._pairs[id(other)] = pools._pairs.pop(id(pair[0]))
-    assert not pools.have(other, pair[1])
-    pools.add(other, pair[1])
-    assert pools.have(other, pair[1])
-    far = make_pool(heads=3)
-    pools.add(*far)  # from now on it is their layout that is asked for
-    assert pools.have(*far) and not pools.have(other, pair[1])
-
-
 def tensors(**names: bool) -> tuple[Param, ...]:
     """Parameters; True are those that Triton takes to be aligned."""
     known = [Param(name, do_not_specialize_on_alignment=not on) for name, on in names.items()]
     return (*known, *[Param(f"scalar {i}") for i in range(12)])
-
-
-DRAW = {"logits": True, "rows": False, "temperature": False, "seed": False, "position": False}
-DRAW |= {"boundary": True, "best": True, "best_id": True}
-PICK = {"best": True, "best_id": True, "tokens": True, "rows": False, "next_tokens": True}
-
-
-@pytest.mark.parametrize("tables", [False, True])
-def test_a_draw_launches_directly_what_it_launched_first(
-    monkeypatch: pytest.MonkeyPatch, tables: bool
-) -> None:
-    pytest.importorskip("triton")
-    from duograph.kernels import sampling_triton
-
-    draw = Kernel(params=tensors(**DRAW)[: 8 + 9])
-    pick = Kernel(params=tensors(**PICK)[: 5 + 5])
-    device = [HOST]
-    for name, kernel in (("_launch_draw", draw), ("_launch_pick", pick)):
-        made = Launcher(kernel, driver(lambda: device[0]))
-        monkeypatch.setattr(sampling_triton, name, made)
-    monkeypatch.setattr(sampling_triton, "_plans", {})
-    n, vocab = 3, 20000
-    columns = {name: torch.zeros(n) for name in ("temperature", "top_p", "min_p")}
-    top_k, seed, position = (torch.zeros(n, dtype=torch.int64) for _ in range(3))
-    table, target = (torch.arange(n), torch.zeros(n, dtype=torch.int64)) if tables else (None, None)
-
-    def run(logits: torch.Tensor) -> torch.Tensor:
-        return sampling_triton.sample(
-            logits,
-            **columns,
-            top_k=top_k,
-            seed=seed,
-            position=position,
-            filtered=False,
-            rows=table,
-            next_tokens=target,
-        )
-
-    logits = torch.zeros(n, vocab)
-    kept = [run(logits) for _ in range(2)]  # alive, so that each has a place of its own
-    assert (len(draw.slow), len(draw.direct), len(pick.slow), len(pick.direct)) == (1, 1, 1, 1)
-    first, second = addresses(draw.slow[0]), draw.direct[0]
-    inputs = [0, 1, 2, 3, 4, 5] if tables else [0, 1, 3, 4, 5]  # places, the grid's first
-    assert [first[i] for i in inputs] == [second[i] for i in inputs]
-    assert first[9:] == second[9:] and addresses(pick.slow[0])[6:] == pick.direct[0][6:]
-    _, best, best_id, tokens, rows, store, *_ = pick.direct[0]
-    assert second[7:9] == (best, best_id) and not (best | best_id) % 16
-    assert best_id - best >= 4 * n * second[0][0] and tokens == kept[1].data_ptr()
-    assert rows == (second[2] if tables else tokens)
-    assert store == (tokens if target is None else target.data_ptr())
-    odd = torch.zeros(n * vocab + 1)[1:].view(n, vocab)
-    kept += [run(odd), run(odd)]
-    assert (len(draw.slow), len(draw.direct), len(pick.direct)) == (3, 1, 3)
-    device[0] = 0
-    kept += [run(logits), run(logits), run(logits)]
-    assert (len(draw.slow), len(pick.slow)) == (4, 2)
-    assert draw.direct[-1][1] is logits  # on no device of the driver's
-    device[0] = HOST
-    run(logits)
-    assert draw.direct[-1][1] == logits.data_ptr()
-
-
-def test_a_draw_with_a_table_elsewhere_is_for_triton_to_look_at() -> None:
-    pytest.importorskip("triton")
-    from duograph.kernels.sampling_triton import _make_plan, _Tables
-
-    logits, column = torch.zeros(2, 300), torch.zeros(2)
-    for elsewhere in (False, True):
-        position = torch.zeros(2, dtype=torch.int32, device="meta" if elsewhere else "cpu")
-        tables = _Tables(column, column.long(), position, None, None, None)
-        assert _make_plan(logits, tables).same_device is not elsewhere
 
 
 def test_a_linear_layer_launches_directly_what_it_launched_first(
@@ -468,7 +380,6 @@ def test_a_linear_layer_launches_directly_what_it_launched_first(
     device = [HOST]
     made = Launcher(kernel, driver(lambda: device[0]))
     monkeypatch.setattr(gemv_triton, "_launch_gemv", made)
-    monkeypatch.setattr(gemv_triton, "_plans", {})
     x, weight = torch.zeros(1, 64), torch.zeros(40, 64)
     for eps in (1e-5, 1e-6):
         out = gemv_triton.fused_gemv(x, weight, norm_weight=x[0], eps=eps)
