@@ -65,6 +65,15 @@ class GraphInputBuffers:
             vector(max_tokens, 0), vector(max_tokens, 0), vector(max_tokens, DUMMY_SLOT)
         )
 
+    def resized(self, *, max_bs: int, max_tokens: int) -> GraphInputBuffers:
+        """New ones, fresh."""
+        return GraphInputBuffers(
+            max_bs=max_bs,
+            max_tokens=max_tokens,
+            page_size=self._page_size,
+            device=self._device,
+        )
+
     @property
     def nbytes(self) -> int:
         found = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]

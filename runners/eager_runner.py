@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from duograph.runners.batch import ForwardBatch, ForwardMode, ForwardOutput
@@ -22,8 +24,8 @@ class EagerRunner:
         Raises:
             ValueError: an extend batch whose lengths do not add up.
         """
-        parts, buffers = self._parts, self._parts.buffers
-        size, tokens = batch.batch_size, batch.num_tokens
+        parts = self._roomy(batch)
+        buffers, size, tokens = parts.buffers, batch.batch_size, batch.num_tokens
         parts.load(batch, tokens)
         parts.table.init_counts(batch.row_inits)
         if batch.mode is ForwardMode.DECODE:
@@ -48,6 +50,14 @@ class EagerRunner:
             seq_lens=buffers.seq_lens[:size],
             prompt_scores=scores,
         )
+
+    def _roomy(self, batch: ForwardBatch) -> RunnerParts:
+        """The parts with buffers that hold ``batch``: those of the graphs hold what the worker's
+        limits allow, and only a caller that goes beyond them needs others."""
+        parts, size, tokens = self._parts, batch.batch_size, batch.num_tokens
+        if size <= parts.buffers.max_bs and tokens <= parts.buffers.max_tokens:
+            return parts
+        return replace(parts, buffers=parts.buffers.resized(max_bs=size, max_tokens=tokens))
 
     def _prompt_scores(self, batch: ForwardBatch, hidden: torch.Tensor) -> PromptScores | None:
         wishes = batch.sampling.prompt_logprobs

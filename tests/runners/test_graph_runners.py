@@ -120,6 +120,19 @@ def test_a_step_above_the_largest_size_goes_eager_counted_and_warned_of_once(
     assert any("--piecewise-cuda-graph-max-tokens" in text for text in warnings)
 
 
+def test_the_eager_forward_takes_more_than_the_worker_s_limits_allow() -> None:
+    graph = GraphConfig(disable_cuda_graph=True, disable_piecewise_cuda_graph=True)
+    tight, roomy = make_worker(graph=graph, chunked_prefill_size=16), make_worker(graph=graph)
+    tokens = []
+    for worker in (tight, roomy):
+        driver = WorkerDriver(worker)
+        prompt = worker.launch(driver.extend({1: driver.prompt(40), 2: driver.prompt(3)}))
+        rows = worker.launch(driver.decode([1, 2]))
+        tokens.append((prompt.wait().tokens, rows.wait().tokens))
+    assert runners_of(tight).parts.buffers.max_tokens == 16
+    assert tokens[0] == tokens[1]
+
+
 def test_a_disabled_phase_runs_eagerly_and_is_counted() -> None:
     graph = GraphConfig(disable_cuda_graph=True, disable_piecewise_cuda_graph=True)
     plain = make_worker(graph=graph)
