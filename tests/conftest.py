@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import zipfile
 from pathlib import Path
@@ -19,6 +20,12 @@ if os.environ.get("CI"):
 # Before torch is imported, here or in a child process: the suite shares few cores, and an
 # OpenMP team larger than the free cores makes a small model many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A suite that runs in the background (nohup, &) is started with these ignored, and the servers that
+# it starts would be, too: they respect what they inherit.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 
 # Processes that tests start find the project, whether it is installed or not.
 _SOURCES = str(Path(__file__).resolve().parents[1] / ".src")
