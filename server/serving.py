@@ -30,6 +30,7 @@ from duograph.server.metrics import FrontendMetrics
 from duograph.server.native import native_plans
 from duograph.server.native_schema import parse_generate
 from duograph.server.openai_schema import parse_chat, parse_completion
+from duograph.server.sse import DONE
 from duograph.server.tokenizer import Tokenizer
 from duograph.server.translate import Translator
 
@@ -246,8 +247,13 @@ class Serving:
             return Response(status_code=CLIENT_GONE)
         if generation.error is not None and not answer.tells(generation.error):
             raise generation.error
-        body = orjson.dumps(answer.whole(generation))
-        return Response(body, media_type="application/json")
+        whole = answer.whole(generation)
+        if stream is None:
+            return Response(orjson.dumps(whole), media_type="application/json")
+        # an error before the first byte, which the events can tell of
+        parts = whole if isinstance(whole, list) else [whole]
+        events = b"".join(b"data: " + orjson.dumps(part) + b"\n\n" for part in parts)
+        return Response(events + DONE, media_type="text/event-stream")
 
 
 class _Admission:

@@ -29,6 +29,8 @@ from duograph.server.startup import StartupReport
 
 _log = logging.getLogger(__name__)
 
+# What ends a service may send SIGTERM to the whole group, of which make then passes its own on.
+SAME_SIGNAL_S = 1.0
 HARD_STOP_S = 5.0  # beyond --shutdown-timeout, then children are killed
 END_GRACE_S = 2.0  # for children to leave by themselves once the tree is ending
 FRONTEND_START_S = 60.0  # from a ready engine to the first beat of a frontend, at most
@@ -75,6 +77,7 @@ class Supervisor:
         self._state = State.STARTING
         self._started_at = time.monotonic()
         self._drain_deadline = 0.0
+        self._same_until = 0.0
         self._last_words: ProcessFailed | None = None
         self._warm_up_result: list[str | None] = []  # filled by the thread, at most one entry
         self._exit: ExitCode | None = None
@@ -147,12 +150,18 @@ class Supervisor:
             if number not in END_SIGNALS:
                 continue
             if self._state is State.DRAINING:
+                if self._is_the_same(number):
+                    continue
                 _log.warning("second signal: ending now")
                 self._exit = ExitCode.INTERRUPTED
                 for child in self._children():
                     child.send(signal.SIGKILL)
                 return
             self._drain(signal.Signals(number).name)
+
+    def _is_the_same(self, number: int) -> bool:
+        """Whether a signal is but an echo of the one that began the drain."""
+        return number == signal.SIGTERM and time.monotonic() < self._same_until
 
     def _drain(self, cause: str) -> None:
         """Frontends refuse new requests, finish the running ones and leave; then the scheduler
@@ -161,7 +170,9 @@ class Supervisor:
         if self._state in (State.STARTING, State.WARMING_UP):
             self._scheduler.send(signal.SIGTERM)  # nobody waits for an answer
         self._state = State.DRAINING
-        self._drain_deadline = time.monotonic() + self._shutdown_timeout + HARD_STOP_S
+        now = time.monotonic()
+        self._same_until = now + SAME_SIGNAL_S
+        self._drain_deadline = now + self._shutdown_timeout + HARD_STOP_S
         for frontend in self._frontends:
             frontend.send(signal.SIGTERM)
 
@@ -242,7 +253,8 @@ class Supervisor:
         deadline = time.monotonic() + END_GRACE_S
         while not self._none_alive() and time.monotonic() < deadline:
             select.select([self._signals.fileno()], [], [], 0.05)
-            if any(number in END_SIGNALS for number in self._signals.take()):
+            signals = [number for number in self._signals.take() if number in END_SIGNALS]
+            if not all(map(self._is_the_same, signals)):
                 break  # the user does not want to wait
         for child in self._children():
             child.send(signal.SIGKILL)

@@ -212,6 +212,22 @@ def test_an_abort_is_a_finish_reason(server: Any, http: Any, eventually: Any) ->
         assert last["meta_info"]["finish_reason"] == reason and len(last["output_ids"]) == 2
 
 
+def test_a_stream_that_is_aborted_before_its_first_token_is_a_stream(
+    server: Any, http: Any, eventually: Any
+) -> None:
+    body = {"text": WORDS, "rid": "early", "cache_salt": "hang", "stream": True}
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(http.post, "/generate", json=body)
+        names = lambda: [m["name"] for m in server.received("GenerateRequest")]  # noqa: E731
+        eventually(lambda: "early" in names(), what="the request at the engine")
+        assert http.post("/abort_request", json={"rid": "early"}).json() == {"aborted": 1}
+        answer = stream.result(10)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    (event,) = events_of(answer.text)
+    assert event["output_ids"] == []
+    assert event["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 def server_has_two_tokens(http: Any) -> bool:
     """The scripted engine steps every millisecond: half a second is enough for two tokens."""
     return bool(http.get("/health_generate").status_code == 200)

@@ -156,6 +156,21 @@ def test_the_first_signal_drains_and_exits_0(
     assert [child.process.returncode for child in tree.children] == [0, 0]
 
 
+def test_a_sigterm_that_comes_twice_is_one(tree: Tree, log: pytest.LogCaptureFixture) -> None:
+    def twice() -> None:
+        end_self(signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while "SIGTERM: draining" not in log.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+        end_self(signal.SIGTERM)
+
+    thread = when_ready(log, twice)
+    assert tree.run(first_request=lambda: None) == ExitCode.OK
+    thread.join()
+    assert_all_gone(tree)
+    assert [child.process.returncode for child in tree.children] == [0, 0]
+
+
 def test_the_second_signal_ends_at_once(tree: Tree, log: pytest.LogCaptureFixture) -> None:
     def twice() -> None:
         end_self(signal.SIGINT)
