@@ -73,6 +73,7 @@ class Scheduler:
     # All three raise EngineFault if the engine must end; ``fail_all`` then gives the last messages.
 
     def step(self, events: Sequence[Event], now: float) -> Step:
+        """``take`` and ``plan`` at once: all that is to be sent, and the next plan."""
         self._settle(events, now)
         return self.plan()
 
@@ -100,6 +101,7 @@ class Scheduler:
             raise self._fatal
 
     def plan(self) -> Step:
+        """What to run next, and the ends of requests that could not be planned."""
         plan = self._planner.plan()
         if self._planner.faulted:
             for request, error in self._planner.faulted:
